@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness import Line, case
 from replaylens import tasks
-from replaylens.commands.train import save
+from replaylens.commands.training import save
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking.model import ThinkingConfig

@@ -21,7 +21,7 @@ from mkdocs.config import load_config
 
 import replaylens as rl
 from replaylens.cli import main
-from replaylens.commands import train
+from replaylens.commands import training
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.model import hub
 from replaylens.engine.model.families import FAMILIES
@@ -95,7 +95,7 @@ def run_page(page: str, text: str, folder: Path, patch: pytest.MonkeyPatch) -> i
     patch.chdir(folder)
     patch.syspath_prepend(folder)
     patch.setattr(registry, "_REGISTERED", {})
-    patch.setattr(train, "CARD_EXAMPLES", 2)
+    patch.setattr(training, "CARD_EXAMPLES", 2)
     defaults = {name: each.default for name, each in inspect.signature(SweepSettings).parameters.items()}
     patch.setattr(SweepSettings.__init__, "__defaults__", tuple({**defaults, "permutations": FEWEST_PERMUTATIONS}.values()))
     names: dict[str, Any] = {}

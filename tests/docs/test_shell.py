@@ -17,8 +17,16 @@ from typer.testing import CliRunner
 import replaylens
 from replaylens import cli
 from replaylens.cli import COMMANDS, app, main
+from replaylens.commands.dump import KEPT
+from replaylens.commands.options import FETCHED
+from replaylens.commands.report import TREES
+from replaylens.engine.dump.plan import FORMS, POSITIONS
 from replaylens.engine.errors import SlowCluster
+from replaylens.engine.model import hub
 from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training import embedded_thinking as thinking_zoo
+from replaylens.engine.zoo import PLAIN, THINKING
+from replaylens.views.page import MAX_TREES
 from tests.engine.dump.damage import edit_manifest
 
 COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
@@ -67,6 +75,36 @@ def test_every_command_is_there() -> None:
     assert code == 0 and all(re.search(rf"│ {name} +\w", out) for name in COMMANDS)
     for name in COMMANDS:
         assert run(name, "--help")[0] == 0
+
+
+UNNEEDED = ("torch", "numba", "numpy", "pyarrow", "pandas", "scipy", "sklearn", "matplotlib", "transformers", "asyncio", "tqdm")
+HELP = f"""
+import contextlib, io, json, sys
+from replaylens import cli
+found = {{}}
+for words in (["--version"], ["--help"], *([name, "--help"] for name in cli.COMMANDS)):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        cli.app(words)
+    loaded = [name for name in {UNNEEDED} if name in sys.modules]
+    found[" ".join(words)] = len(said.getvalue()), len(sys.modules), loaded
+import replaylens.engine.engine
+print(json.dumps([found, [name for name in {UNNEEDED} if name in sys.modules]]))
+"""
+
+
+def test_help_and_version_load_nothing_that_computes() -> None:
+    """Half a second instead of the five of torch and numba. No command's module needs them before it runs."""
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    found, later = json.loads(done.stdout)
+    assert all(said for said, _, _ in found.values()) and len(found) == len(COMMANDS) + 2
+    assert {name: (count, loaded) for name, (_, count, loaded) in found.items() if loaded or count > 600} == {}
+    assert {"torch", "numpy"} <= set(later), "control: an engine loads them"
+
+
+def test_names_that_help_repeats() -> None:
+    """Modules that help does not load say the same."""
+    assert f"{', '.join(POSITIONS)}, {FORMS}" == KEPT and tuple(hub.PACKAGED) == FETCHED and TREES == MAX_TREES
+    assert (*zoo.names(), *thinking_zoo.names()) == (*PLAIN, *THINKING)
 
 
 def test_version() -> None:
@@ -259,8 +297,8 @@ def test_quiet_modes(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "example" in run("verify", str(small), "--all")[2]
     assert run("verify", str(small), "--all", "--quiet")[2] == ""
     monkeypatch.setitem(zoo.RECIPES, "coin-draft", replace(zoo.recipe("coin-draft"), pool=16, longest=1, batch=8))
-    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 1)
-    monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
+    monkeypatch.setattr("replaylens.commands.training.CARD_EXAMPLES", 1)
+    monkeypatch.setattr("replaylens.commands.training.CARD_LENGTHS", (1,))
     train = ["train", "coin-draft", "--steps", "1", "--out"]
     assert "step" in run(*train, str(tmp_path / "a"))[2]
     assert run(*train, str(tmp_path / "b"), "--quiet")[2] == ""

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from replaylens import tasks
 from replaylens.cli import app
 from replaylens.commands import tasks as commands
-from replaylens.commands.train import Changes, changed_thinking
+from replaylens.commands.training import Changes, changed_thinking
 from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.tasks import registry as plugins
 from replaylens.tasks.coin import Coin

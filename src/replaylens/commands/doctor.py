@@ -1,27 +1,24 @@
 """`replaylens doctor`: checks that this device computes as it must; `replaylens warm`: compiles a model's kernels ahead."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from time import monotonic
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from replaylens.commands.options import MODEL_HELP, DtypeOption, RanksOption
-from replaylens.engine.engine import Engine, default_dtype, folder_of, load_model
-from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import config_of
-from replaylens.engine.passes.ranks import Ranks
-from replaylens.engine.proof import certificates
-from replaylens.engine.proof.doctor import Certificate, examine_ranks
-from replaylens.engine.request.sampling import Sampling
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.model.config import ModelConfig
+    from replaylens.engine.model.decoder import Decoder
+    from replaylens.engine.proof.doctor import Certificate
 
 # ---- doctor ----------------------------------------------------------------------------------------------------------
 
@@ -34,6 +31,11 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
+    from replaylens.engine.engine import default_dtype
+    from replaylens.engine.passes.ranks import Ranks
+    from replaylens.engine.proof import certificates
+    from replaylens.engine.proof.doctor import examine_ranks
+
     certificate = certificates.examine(_load(model, device, dtype))
     if ranks > 1:
         found = examine_ranks(Ranks(ranks, device, default_dtype(device, dtype)))
@@ -47,6 +49,8 @@ def doctor(
 
 
 def _load(name: str, device: str, dtype: str | None) -> Decoder:
+    from replaylens.engine.engine import default_dtype, load_model
+
     return load_model(name, default_dtype(device, dtype), check=False, device=device, with_text=False)[0]
 
 
@@ -89,6 +93,12 @@ def warm(
     processes: Annotated[int, typer.Option(min=1, help="Processes that compile at the same time.")] = 8,
 ) -> None:
     """Compile a model's kernels in advance. Triton's cache, or numba's on a CPU, keeps them for all later processes."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    from replaylens.engine.engine import default_dtype, folder_of
+    from replaylens.engine.model.loading import config_of
+
     default_dtype(device, dtype)
     config, begun = few_layers(config_of(folder_of(model))), monotonic()
     if device == "cpu":
@@ -114,17 +124,24 @@ def few_layers(config: ModelConfig) -> ModelConfig:
 
 
 def _model(config: str, device: str, dtype: str | None) -> Decoder:
+    from replaylens.engine.engine import default_dtype
+    from replaylens.engine.model.config import ModelConfig
+    from replaylens.engine.model.decoder import Decoder
+
     model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device, dtype)).to(device)
     return model.requires_grad_(False)
 
 
 def _examine(config: str, device: str, dtype: str | None) -> None:
+    from replaylens.engine.proof import certificates
+
     certificates.examine(_model(config, device, dtype))
 
 
-@torch.no_grad()
 def _warm(config: str, device: str, dtype: str | None, turn: int) -> None:
     """Compute with a model of this shape, beginning with part `turn` of the work."""
+    from replaylens.engine.engine import Engine
+
     most = max(_BRANCHES[device])
     engine = Engine(_model(config, device, dtype), cache_tokens=8192 + most * 64, max_rows=max(1024, most))
     room = max(1, engine.config.max_positions - _NEW)
@@ -141,6 +158,8 @@ def _prompt(engine: Engine, rows: int) -> None:
 
 
 def _decode(engine: Engine, count: int, rows: int) -> None:
+    from replaylens.engine.request.sampling import Sampling
+
     with engine.prompt([0] * rows) as root:
         forks = root.fork(count)
         engine.generate(forks, _NEW, sampling=[Sampling(temperature=1.0, seed=seed, ignore_eos=True) for seed in range(count)])

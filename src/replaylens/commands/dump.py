@@ -3,15 +3,16 @@
 Exit codes: 0 done, 2 bad input, 3 store or cluster unreachable, 130 Ctrl-C, 143 SIGTERM.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from replaylens import tasks
-from replaylens.commands.cited import Checked, CitedFile, check_figure, check_report, check_rollouts, find, kind_of
 from replaylens.commands.inspect import facts_of
 from replaylens.commands.options import (
     MODEL,
@@ -40,20 +41,15 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.dump.maker import PlanKeywords, make_plan, write_dump
-from replaylens.engine.dump.manifest import MANIFEST, PLAN
-from replaylens.engine.dump.plan import FORMS, POSITIONS
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.store import Store
-from replaylens.engine.dump.verify import MISMATCH, OTHER, VERIFIED, Verification
-from replaylens.engine.dump.verify import diff as diff_dumps
-from replaylens.engine.dump.verify import verify as verify_dump
-from replaylens.engine.dump.writer import foreign_names
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadRollouts
 from replaylens.engine.records import DTYPES, SCHEME, Identifier
-from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from replaylens.commands.cited import Checked, CitedFile
+    from replaylens.engine.dump.maker import PlanKeywords
+    from replaylens.engine.dump.reader import Dump
+    from replaylens.engine.dump.verify import Verification
+    from replaylens.engine.engine import Engine
 
 # ---- dump ------------------------------------------------------------------------------------------------------------
 
@@ -68,6 +64,8 @@ WorkersOption = Annotated[
 WritersOption = Annotated[
     int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
 ]
+KEPT = "all, generated, last, steps, text:SUBSTRING, label:NAME, or a span such as 3:7 or -2:"
+"""as in `engine.dump.plan`, which needs numpy"""
 TASK, EXAMPLES = "coin", 100
 """what `dump` replays by default"""
 
@@ -106,7 +104,7 @@ def dump(
     draft_model: DraftModelOption = None,
     window: WindowOption = None,
     knob: KnobOption = None,
-    positions: Annotated[str, typer.Option(help=f"Rows to keep: {', '.join(POSITIONS)}, {FORMS}.")] = "all",
+    positions: Annotated[str, typer.Option(help=f"Rows to keep: {KEPT}.")] = "all",
     stored_dtype: Annotated[
         str | None, typer.Option(help=f"What rows are stored in: {', '.join(DTYPES)}.  [default: as computed]")
     ] = None,
@@ -132,6 +130,9 @@ def dump(
 ) -> None:
     """Replay examples of a task, or texts, and write every captured row, with labels and hashes. Can be interrupted and
     resumed."""
+    from replaylens.engine.dump.maker import PlanKeywords
+    from replaylens.engine.request.sampling import Sampling
+
     with reporting(lambda: "the same command with --resume" if _is_begun(out) else None):
         check_drafter(model, drafter, draft_model)
         _check_texts(out, texts, label, task, knob)
@@ -160,6 +161,9 @@ def dump(
 
 def _dump_here(wanted: _Wanted, options: dict[str, Any], part: tuple[int, int], writers: int) -> Dump | None:
     """The dump; None if other processes have yet to write their shards."""
+    from replaylens.engine.dump.maker import make_plan, write_dump
+    from replaylens.engine.engine import Engine
+
     engine = Engine.load(wanted.model, **wanted.loaded)
     if wanted.texts is not None:
         given = engine.texts(wanted.texts, text=wanted.text, labels=wanted.labels)
@@ -192,11 +196,17 @@ def _dump_on_cluster(
 
 def _is_begun(out: str) -> bool:
     """Whether there is a dump to resume, finished or not."""
+    from replaylens.engine.dump.manifest import MANIFEST, PLAN
+    from replaylens.engine.dump.store import Store
+
     return not {PLAN, MANIFEST}.isdisjoint(Store(out).sizes())
 
 
 def _was_killed_early(out: str) -> bool:
     """Whether the folder holds what a writer leaves that ends before it writes plan.json, and nothing else."""
+    from replaylens.engine.dump.store import Store
+    from replaylens.engine.dump.writer import foreign_names
+
     store = Store(out)
     return bool(store.names()) and not foreign_names(store)
 
@@ -269,6 +279,12 @@ def verify(
 ) -> None:
     """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. For a
     report or a figure, only the digest is checked."""
+    from replaylens.commands.cited import CitedFile, find, kind_of
+    from replaylens.engine.dump.reader import Dump
+    from replaylens.engine.dump.verify import OTHER, VERIFIED
+    from replaylens.engine.dump.verify import verify as verify_dump
+    from replaylens.engine.engine import Engine
+
     with reporting():
         if every and sample != "all":
             raise BadRequest(f"--all and --sample {sample} contradict each other. Give one of them.")
@@ -297,6 +313,8 @@ def verify(
 
 def _checked(found: CitedFile, drawer: Callable[[], Engine], sample: int | float | str, seed: int) -> Checked:
     """The verdict on a figure, a report or rollouts. Damaged files are a mismatch, as those of a dump are."""
+    from replaylens.commands.cited import Checked, check_figure, check_report, check_rollouts
+    from replaylens.engine.dump.verify import MISMATCH
     from replaylens.probes.errors import BadProbeFile
 
     try:
@@ -311,6 +329,8 @@ def _checked(found: CitedFile, drawer: Callable[[], Engine], sample: int | float
 
 def _drawer(path: str, model: str | None, device: str, dtype: str | None) -> Engine:
     """The engine that draws rollouts again; BadRequest if it is not known."""
+    from replaylens.engine.resampling.rollouts import Rollouts
+
     rollouts = Rollouts.load(path)
     engine = engine_for(rollouts, model, device, dtype)
     if engine is None:
@@ -339,6 +359,8 @@ def diff(
 ) -> None:
     """Find the first row, site and layer at which two dumps differ. Exit codes: 0 same content, 1 different, 2 damaged,
     3 store unreachable."""
+    from replaylens.engine.dump.verify import diff as diff_dumps
+
     with reporting():
         found = diff_dumps(a, b, accepted=accepted, progress=not quiet)
     typer.echo(json.dumps({"same": bool(found), **asdict(found)}, indent=1) if as_json else str(found))

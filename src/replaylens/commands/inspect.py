@@ -3,18 +3,22 @@
 Exit codes: 0 done, 1 files are missing or have another size, 2 bad input or a damaged manifest, 3 store unreachable.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from replaylens.commands.options import verify_command
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption
-from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.reader import Dump
 from replaylens.tasks.texts import GivenTexts
+
+if TYPE_CHECKING:
+    from replaylens.engine.dump.plan import DumpPlan
+    from replaylens.engine.dump.reader import Dump
 
 
 def inspect(
@@ -22,6 +26,8 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show a dump's task, options, sites, labels, fingerprint and digests."""
+    from replaylens.engine.dump.reader import Dump
+
     with reporting():
         found = Dump.open(path, check_files=False)
         wrong = found.files.wrong_sizes()

@@ -1,5 +1,7 @@
 """Options that several commands share: of replays, models, devices, drafters and tasks, with shell completion."""
 
+from __future__ import annotations
+
 import shlex
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,11 +9,11 @@ import typer
 
 from replaylens import tasks
 from replaylens.engine import zoo
-from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest, EngineError
 from replaylens.engine.records import DTYPES, Fingerprint
 
-if TYPE_CHECKING:  # listing a dump or the tasks needs no engine
+if TYPE_CHECKING:
+    from replaylens.engine.dump.reader import Dump
     from replaylens.engine.engine import Engine
     from replaylens.engine.features.features import SparseFeatures
     from replaylens.engine.resampling.rollouts import Rollouts
@@ -33,6 +35,10 @@ DRAFTERS = ("lens", "tree", "ngram", "model", "self")
 """drafters available to commands; `forced` needs tokens, so it is available from Python only"""
 
 
+FETCHED = ("smollm2", "gemma3-270m")
+"""`hub.PACKAGED`, whose module needs torch"""
+
+
 def complete_task(incomplete: str) -> list[str]:
     return [name for name in tasks.names() if name.startswith(incomplete)]
 
@@ -42,10 +48,7 @@ def complete_drafter(incomplete: str) -> list[str]:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    from replaylens.engine.model import hub
-
-    known = (*zoo.PLAIN, *zoo.THINKING, *hub.PACKAGED)
-    return [name for name in known if name.startswith(incomplete)]
+    return [name for name in (*zoo.PLAIN, *zoo.THINKING, *FETCHED) if name.startswith(incomplete)]
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ def verify_command(
     return shlex.join(["replaylens", "verify", dump, "--all", *given])
 
 
-def engine_for(made: "Dump | Rollouts", model: str | None, device: str, dtype: str | None) -> "Engine | None":
+def engine_for(made: Dump | Rollouts, model: str | None, device: str, dtype: str | None) -> Engine | None:
     """An engine with --model, or with the model that made a dump or rollouts: of the hub, by the revision that they name, if
     the cache has it; or the fetched or embedded one with its weights. None if there is none. Nothing is downloaded because a
     file asks for it. It computes in the arithmetic that they were made in, if the device can, unless --dtype says otherwise.
@@ -148,19 +151,23 @@ def engine_for(made: "Dump | Rollouts", model: str | None, device: str, dtype: s
     return next((engine for engine in loaded if engine.fingerprint.weights == made_by.weights), None)
 
 
-def unknown_maker(made: "Dump | Rollouts") -> str:
+def unknown_maker(made: Dump | Rollouts) -> str:
     """What to say if `engine_for` finds none."""
+    from replaylens.engine.dump.reader import Dump
+
     made_by, what = _fingerprint(made), "this dump" if isinstance(made, Dump) else "these rollouts"
     if made_by is not None and (revision := made_by.revision):
         return f"{revision} made {what}, and the cache of the hub does not hold it. Fetch it with --model {revision}"
     return f"No embedded or fetched model made {what}. Name its model with --model"
 
 
-def _fingerprint(made: "Dump | Rollouts") -> Fingerprint | None:
+def _fingerprint(made: Dump | Rollouts) -> Fingerprint | None:
+    from replaylens.engine.dump.reader import Dump
+
     return made.manifest.fingerprint if isinstance(made, Dump) else made.made_by
 
 
-def encoders(given: list[str] | None) -> "dict[str, SparseFeatures]":
+def encoders(given: list[str] | None) -> dict[str, SparseFeatures]:
     """The sparse features of --features NAME=FOLDER, by name."""
     from replaylens.engine.features.features import SparseFeatures
 
@@ -189,6 +196,8 @@ DumpTaskOption = Annotated[
 
 def know_task(reference: str | None, path: str | Dump) -> None:
     """Register the task of a dump by its code, so that the dump finds it by its name. BadRequest if it is another task's."""
+    from replaylens.engine.dump.reader import Dump
+
     if reference is None:
         return
     loaded = tasks.load(reference)

@@ -1,5 +1,7 @@
 """`replaylens probe` and `replaylens steer`: probe sweeps over a dump, and causal tests of a probe."""
 
+from __future__ import annotations
+
 import csv
 import json
 from collections.abc import Sequence
@@ -21,11 +23,10 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
-from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.request.values import output_path
 
 if TYPE_CHECKING:
+    from replaylens.engine.dump.reader import Dump
     from replaylens.probes.probe import LinearProbe
     from replaylens.probes.report import Report
     from replaylens.tasks.task import Example
@@ -178,6 +179,8 @@ def _list(as_json: bool) -> None:
 
 
 def _open(path: str | None, check: bool, task: str | None) -> Dump:
+    from replaylens.engine.dump.reader import Dump
+
     if path is None:
         raise BadRequest("No dump given. Name its folder; `replaylens dump` makes one.")
     dump = Dump.open(path, check=None if check else False)
@@ -185,7 +188,7 @@ def _open(path: str | None, check: bool, task: str | None) -> Dump:
     return dump
 
 
-def _unseen(dump: Dump, n: int) -> "list[Example]":
+def _unseen(dump: Dump, n: int) -> list[Example]:
     """Prompts of the dump's task that are not in the dump."""
     task = dump.manifest.plan.make_task()
     seen = set(dump.index["root"])
@@ -201,7 +204,7 @@ def _unseen(dump: Dump, n: int) -> "list[Example]":
     )
 
 
-def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
+def _save_best(dump: Dump, report: Report, folder: Path) -> None:
     """Save the best linear probe of each label, fitted on all rows of its cell."""
     from replaylens.probes.probe import fit_probe
     from replaylens.probes.registry import get
@@ -216,6 +219,7 @@ def _save_best(dump: Dump, report: "Report", folder: Path) -> None:
 
 def _check_outputs(report: str | None, probes: str | None = None) -> None:
     """Raise before the work if its result could not be written."""
+    from replaylens.engine.request.values import output_path
     from replaylens.probes.report import report_folder
 
     if report is not None:
@@ -224,7 +228,7 @@ def _check_outputs(report: str | None, probes: str | None = None) -> None:
         output_path(probes, folder=True)
 
 
-def _tell(report: "Report", out: str | None, as_json: bool) -> None:
+def _tell(report: Report, out: str | None, as_json: bool) -> None:
     if out is not None:
         report.save(out)
     typer.echo(json.dumps(report.to_json(), indent=1) if as_json else report.text())

@@ -1,9 +1,11 @@
 """`replaylens replay`: examples of a task, with the rejected drafts, on the terminal."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,13 +30,12 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.replay.replayer import Result
-from replaylens.engine.replay.run import Run
-from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import output_path
-from replaylens.engine.thinking.thoughts import Thoughts
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.replay.replayer import Result
+    from replaylens.engine.thinking.thoughts import Thoughts
 
 
 def replay(
@@ -62,6 +63,10 @@ def replay(
     The prompt is blue, what the model wrote is green. A red bracket is a rejected draft; it follows the token that was
     committed in its place.
     """
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.replay.run import Run
+    from replaylens.engine.request.sampling import Sampling
+
     with reporting():
         check_drafter(model, drafter, draft_model)
         target = None if board is None else board_file(board)
@@ -97,6 +102,8 @@ def replay(
 
 def board_file(path: str) -> Path:
     """The path to write a board to; BadRequest unless it names an SVG file that can be written, in a folder that exists."""
+    from replaylens.engine.request.values import output_path
+
     target = output_path(path)
     if target.suffix != ".svg" or target.is_dir() or not target.parent.is_dir():
         raise BadRequest(f"Cannot write a board to {path}. Name an SVG file in an existing folder, such as board.svg.")

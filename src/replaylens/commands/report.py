@@ -4,6 +4,8 @@ Exit codes: 0 done, 1 the verification found a mismatch (the page is written and
 out of reach, 130 Ctrl-C, 143 SIGTERM.
 """
 
+from __future__ import annotations
+
 import json
 import shlex
 from dataclasses import asdict
@@ -26,20 +28,18 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption
-from replaylens.engine.display import word
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, Verification
-from replaylens.engine.dump.verify import verify as verify_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.thinking.core import ThinkingEngine
-from replaylens.views.page import MAX_TREES
 
 if TYPE_CHECKING:
+    from replaylens.engine.dump.reader import Dump
+    from replaylens.engine.dump.verify import Verification
+    from replaylens.engine.engine import Engine
     from replaylens.probes.report import Report
 
 SHARE = 0.01
 """of the examples that are replayed by default"""
+TREES = 300
+"""as in `views.page`, which needs torch"""
 
 
 def report(
@@ -51,12 +51,15 @@ def report(
     device: Annotated[str, typer.Option(help="Device of the replay: cpu or cuda.")] = "cpu",
     dtype: MakerDtypeOption = None,
     verify: Annotated[float, typer.Option(min=0, max=1, help="Share of the examples to replay; 0: none.")] = SHARE,
-    trees: Annotated[int, typer.Option(min=0, help="Maximum number of examples with a tree.")] = MAX_TREES,
+    trees: Annotated[int, typer.Option(min=0, help="Maximum number of examples with a tree.")] = TREES,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "",
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Write one self-contained page: examples, trees, lens, probes, and the result of a verification."""
+    from replaylens.engine.display import word
+    from replaylens.engine.dump.verify import MISMATCH
+    from replaylens.engine.thinking.core import ThinkingEngine
     from replaylens.views.report import ReportPage, page_file  # needs pandas
 
     with reporting():
@@ -73,7 +76,7 @@ def report(
         layers = engine.thinking.layers if isinstance(engine, ThinkingEngine) else None
         given: dict[str, Any] = {"--model": model, "--task": task, "--title": title, "--features": features}
         given |= {"--device": device * (device != "cpu"), "--dtype": dtype, "--verify": str(verify) * (verify != SHARE)}
-        again = _again(sources, out, given | {"--trees": str(trees) * (trees != MAX_TREES)})
+        again = _again(sources, out, given | {"--trees": str(trees) * (trees != TREES)})
         page = ReportPage(dump, probes, verdict, decode, trees, title, check=check, layers=layers, command=again)
         written = page.save(out, progress=not quiet)
     found, count = "not replayed" if verdict is None else verdict.status, written.stat().st_size
@@ -94,8 +97,9 @@ def _again(sources: list[str], out: Path, options: dict[str, Any]) -> str:
     return shlex.join(words)
 
 
-def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
+def _open(sources: list[str]) -> tuple[Dump | None, tuple[Report, ...]]:
     """Sort the sources: a file, or a folder with a report, is a probe report; anything else must be a dump."""
+    from replaylens.engine.dump.reader import Dump
     from replaylens.probes.report import FILE, Report
 
     probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
@@ -108,6 +112,8 @@ def _open(sources: list[str]) -> "tuple[Dump | None, tuple[Report, ...]]":
 
 
 def _verify(dump: Dump, engine: Engine | None, share: float, features: list[str] | None, quiet: bool) -> Verification | None:
+    from replaylens.engine.dump.verify import verify as verify_dump
+
     if not share:
         return None
     if engine is None:

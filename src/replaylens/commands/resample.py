@@ -1,28 +1,25 @@
 """`replaylens resample`: rollouts at the sentences of a chain, into a folder that can be resumed."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from replaylens.commands.options import MODEL, DeviceOption, DtypeOption, ModelOption
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
-from replaylens.engine import cluster
-from replaylens.engine.cluster import chain_of, resample_on_cluster
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model.text import is_chat
 from replaylens.engine.records import parse
-from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import short_repr
-from replaylens.engine.resampling.plan import Answer
-from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.engine.serving.branch import ResampleKeywords
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.resampling.plan import Answer
+    from replaylens.engine.resampling.rollouts import Rollouts
 
 CACHE = 8192
 """tokens of the KV cache by default"""
@@ -69,6 +66,12 @@ def resample(
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
 ) -> None:
     """Draw rollouts at positions of a chain and count their outcomes. Repeat the command to continue an unfinished folder."""
+    from replaylens.engine import cluster
+    from replaylens.engine.engine import Engine
+    from replaylens.engine.request.sampling import Sampling
+    from replaylens.engine.resampling.rollouts import Rollouts
+    from replaylens.engine.serving.branch import ResampleKeywords
+
     with reporting(lambda: "the same command again"):
         options = ResampleKeywords(at=_at(at), max_new=max_new, sites=sites, keep=_keep(keep), replace=replace, wave=wave)
         options["sampling"] = Sampling(temperature=temperature, seed=seed)
@@ -85,9 +88,11 @@ def resample(
             for number, (asked, given) in enumerate(chains):
                 folder = Path(out) / f"{number:05d}" if file is not None else Path(out)
                 if engine is None:
-                    found = resample_on_cluster(model, folder, asked, n, chain=given, progress=not quiet, **where, **options)
+                    found = cluster.resample_on_cluster(
+                        model, folder, asked, n, chain=given, progress=not quiet, **where, **options
+                    )
                 else:
-                    with chain_of(engine, asked, given) as branch:
+                    with cluster.chain_of(engine, asked, given) as branch:
                         found = branch.resample(n, folder=folder, progress=not quiet, **options)
                 _tell(found, str(folder), as_json)
                 every.append(found)
@@ -97,6 +102,9 @@ def resample(
 
 def _chains(prompt: str | None, chat: str | None, chain: str, file: str | None) -> Iterator[tuple[Any, str | list[int]]]:
     """Prompts with the chains that follow them."""
+    from replaylens.engine.model.text import is_chat
+    from replaylens.engine.request.values import short_repr
+
     if sum(each is not None for each in (prompt, chat, file)) != 1 or (file is not None and chain):
         raise BadRequest("Give one of --prompt and --chat, with --chain if one follows it; or --file.")
     if chat is not None:
@@ -133,6 +141,8 @@ def _keep(given: str) -> list[str | int]:
 
 
 def _answer(pattern: str | None, choices: Sequence[str], after: str) -> Answer | None:
+    from replaylens.engine.resampling.plan import Answer
+
     if pattern is not None and choices:
         raise BadRequest("--answer and --choice are two ways to read an answer. Give one of them.")
     if after and not choices:
@@ -165,6 +175,9 @@ def _tell(found: Rollouts, folder: str, as_json: bool) -> None:
 
 def _write_dump(engine: Engine, found: Rollouts | list[Rollouts], path: str, progress: bool) -> None:
     """One dump of the kept rows of all chains; of a file's chains, rows have the number of theirs as a label."""
+    from replaylens.engine.dump.maker import make_plan, write_dump
+    from replaylens.engine.resampling.rollouts import Rollouts
+
     task = engine.texts(found)
     asked = (found if isinstance(found, Rollouts) else found[0]).plan.sites
     sites = asked[0] if len(asked) == 1 else asked

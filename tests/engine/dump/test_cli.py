@@ -856,7 +856,7 @@ def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
     seen: list[tuple[int, dict[str, Any]]] = []
     branch.resample = lambda n, **options: (seen.append((n, options)), drawn)[1]
     calls.replace("replaylens.engine.engine.Engine.load", "the engine")
-    calls.replace("replaylens.commands.resample.chain_of", nullcontext(branch))
+    calls.replace("replaylens.engine.cluster.chain_of", nullcontext(branch))
     calls.replace("replaylens.commands.resample._write_dump", None)
     said = told(f"resample --out {tmp_path}/r --prompt 'A coin.' --quiet").splitlines()
     usual: dict[str, Any] = {
@@ -937,8 +937,8 @@ def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
     calls.replace(
         "replaylens.engine.engine.Engine.load", engine := SimpleNamespace(texts=lambda *given, **options: (given, options))
     )
-    calls.replace("replaylens.commands.dump.make_plan", "the plan")
-    calls.replace("replaylens.commands.dump.write_dump", None)
+    calls.replace("replaylens.engine.dump.maker.make_plan", "the plan")
+    calls.replace("replaylens.engine.dump.maker.write_dump", None)
     calls.replace("replaylens.commands.dump.encoders", {"encoders": 1})
     said = told(f"dump --out {tmp_path}/d --quiet")
     assert said == f"{tmp_path}/d: this part is done; the dump is not finished yet\n"
@@ -980,14 +980,14 @@ def test_options_of_verify_and_diff(calls: Calls, reference: Dump) -> None:
     calls.replace("replaylens.engine.engine.Engine.load", "the engine")
     calls.replace("replaylens.commands.dump.encoders", {"encoders": 1})
     calls.replace("replaylens.commands.dump.know_task", None)
-    calls.replace("replaylens.commands.dump.verify_dump", Verification(VERIFIED))
-    calls.replace("replaylens.commands.dump.diff_dumps", Comparison(None, (), ("portable-1", "portable-1")))
+    calls.replace("replaylens.engine.dump.verify.verify", Verification(VERIFIED))
+    calls.replace("replaylens.engine.dump.verify.diff", Comparison(None, (), ("portable-1", "portable-1")))
     assert told(f"verify {reference.url} --model m --quiet").startswith("verified")
     usual = {"progress": False, "sample": "all", "seed": 0, "batch": 32, "features": {"encoders": 1}}
-    assert calls.made["verify_dump"] == ((reference.url, "the engine"), usual)
+    assert calls.made["verify"] == ((reference.url, "the engine"), usual)
     told(f"verify {reference.url} --model m --device cuda --sample 7 --task t --features f --seed 5 --batch 3")
     other = {"progress": True, "sample": 7, "seed": 5, "batch": 3, "features": {"encoders": 1}}
-    assert calls.made["verify_dump"] == ((reference.url, "the engine"), other) and calls.made["know_task"] == (
+    assert calls.made["verify"] == ((reference.url, "the engine"), other) and calls.made["know_task"] == (
         ("t", reference.url),
         {},
     )
@@ -996,8 +996,8 @@ def test_options_of_verify_and_diff(calls: Calls, reference: Dump) -> None:
     assert calls.made["load"][1]["dtype"] == "bfloat16" and calls.made["encoders"] == ((["f"],), {})
     for given, wanted in (("0.25", 0.25), ("25%", 0.25), ("all", "all"), ("12", 12)):
         told(f"verify {reference.url} --model m --sample {given}")
-        assert calls.made["verify_dump"][1]["sample"] == wanted and type(calls.made["verify_dump"][1]["sample"]) is type(wanted)
+        assert calls.made["verify"][1]["sample"] == wanted and type(calls.made["verify"][1]["sample"]) is type(wanted)
     told("diff a b")
-    assert calls.made["diff_dumps"] == (("a", "b"), {"accepted": False, "progress": True})
+    assert calls.made["diff"] == (("a", "b"), {"accepted": False, "progress": True})
     assert json.loads(told("diff a b --accepted --quiet --json"))["same"] is True
-    assert calls.made["diff_dumps"] == (("a", "b"), {"accepted": True, "progress": False})
+    assert calls.made["diff"] == (("a", "b"), {"accepted": True, "progress": False})

@@ -402,8 +402,8 @@ def test_a_foreign_tokenizer_is_refused(trained: dict[Method, trainer.Model]) ->
 @pytest.mark.parametrize("method", METHODS)
 def test_the_command(method: Method, backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
-    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
-    monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
+    monkeypatch.setattr("replaylens.commands.training.CARD_EXAMPLES", 2)
+    monkeypatch.setattr("replaylens.commands.training.CARD_LENGTHS", (1,))
     options = ["--steps", "2", "--method", method, "--backbone", backbone, "--out", str(tmp_path), "--quiet"]
     result = CliRunner().invoke(app, ["train", "coin-thinking", *options])
     assert result.exit_code == 0, result.output
@@ -417,7 +417,7 @@ def test_the_command(method: Method, backbone: str, tmp_path: Path, monkeypatch:
 @pytest.mark.slow
 def test_the_command_for_another_task(backbone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY)
-    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
+    monkeypatch.setattr("replaylens.commands.training.CARD_EXAMPLES", 2)
     options = ["--steps", "2", "--task", "shell", "--longest", "2", "--chunk", "6", "--backbone", backbone]
     result = CliRunner().invoke(app, ["train", "coin-thinking", *options, "--out", str(tmp_path), "--quiet"])
     assert result.exit_code == 0, result.output

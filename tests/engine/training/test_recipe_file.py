@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from replaylens import Engine, tasks
 from replaylens.cli import app
-from replaylens.commands import train as command
+from replaylens.commands import training as command
 from replaylens.engine.errors import BadRecipe
 from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.thinking.core import ThinkingEngine

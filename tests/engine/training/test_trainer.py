@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.commands import train as command
+from replaylens.commands import training as command
 from replaylens.engine.errors import BadRecipe, BadThought
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -563,8 +563,8 @@ def test_a_recipe_for_another_task() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_THINKING)
-    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
-    monkeypatch.setattr("replaylens.commands.train.CARD_LENGTHS", (1,))
+    monkeypatch.setattr("replaylens.commands.training.CARD_EXAMPLES", 2)
+    monkeypatch.setattr("replaylens.commands.training.CARD_LENGTHS", (1,))
     arguments = ["train", "coin-thinking", "--steps", "3", "--method", method, "--out", str(tmp_path)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -715,7 +715,7 @@ def test_it_learns_tokens_and_thoughts_of_variables() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_the_command_of_variables(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_VARIABLES)
-    monkeypatch.setattr("replaylens.commands.train.CARD_EXAMPLES", 2)
+    monkeypatch.setattr("replaylens.commands.training.CARD_EXAMPLES", 2)
     options = ["--task", "variables", "--longest", "2", "--method", method, "--steps", "3"]
     result = CliRunner().invoke(app, ["train", "coin-thinking", *options, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
