@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NotFolded, UnknownSite
+from replaylens.engine.lens.lens import log_softmax
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Mlp
@@ -523,7 +524,8 @@ def _residuals(branches: Sequence[Branch], site: str) -> Tensor:
 def _loss(logits: Tensor, paths: list[list[int]], lengths: list[int], per_token: bool) -> Tensor:
     """Minus the log-probability of each next token: [batch, positions - 1], 0 for padding; or its mean without padding."""
     follows = torch.tensor(paths)[:, 1:, None]
-    loss = -logits[:, :-1].log_softmax(-1).gather(-1, follows).squeeze(-1)
+    log_p = log_softmax(logits[:, :-1].flatten(0, 1)).view(len(logits), -1, logits.shape[-1])
+    loss = -log_p.gather(-1, follows).squeeze(-1)
     padding = torch.arange(1, len(paths[0])) >= torch.tensor(lengths)[:, None]
     if not padding.any():
         return loss if per_token else loss.mean()

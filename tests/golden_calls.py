@@ -371,7 +371,7 @@ def _patch() -> dict[str, Any]:
         "pairs from the end": rl.patch(
             engine, [HEADS, LONGER], [TAILS, HEADS], metric=[PAIR, PAIR[::-1]], align="end", layers=[2]
         ),
-        "function": rl.patch(engine, HEADS, TAILS, metric=lambda logits: logits[..., 5] - logits.mean(-1), layers=[2]),
+        "function": rl.patch(engine, HEADS, TAILS, metric=lambda logits: logits[..., 5] - logits[..., 7] / 2, layers=[2]),
         "paths": rl.path_patch(engine, HEADS, TAILS, **two, receivers=[(2, 0), (1, 3)], into="v"),
         "paths into keys": rl.path_patch(engine, HEADS, LONGER, **two, receivers=[(2, 1)], into="k", align="end"),
         "paths to the output": rl.path_patch(engine, TAILS, HEADS, **two, receivers=[(3, 2)], into="q", direction="noise"),

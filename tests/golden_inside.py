@@ -35,6 +35,10 @@ _NAMED = re.compile(r"^(_?[A-Z]\w*(?:, _?[A-Z]\w*)*)(?:: [^=]+)? = (?!\{\}|\[\]|
 """constants and types; not what is filled while it runs"""
 
 
+_OF_THE_MACHINE = {"kernels.portable": {"VECTOR", "PANEL", "TILE", "STRIP", "STRIP_ROWS", "_SOURCE"}}
+"""how products are cut, which moves no bit, and a hash of the source"""
+
+
 def modules() -> Iterator[tuple[str, ModuleType, str]]:
     """(name, module, source) of all that needs neither Triton nor a package that may be missing."""
     root = Path(rl.__file__).parent
@@ -68,14 +72,11 @@ def written(value: Any) -> Any:
 
 
 def defaults(call: Any) -> Any:
-    """Names of a call's parameters, with what they are if they are not given."""
+    """What a call's parameters are if they are not given."""
     found = error(inspect.signature, getattr(call, "py_func", call))
     if isinstance(found, Exception):
         return type(found).__name__
-    return {
-        name: str(each.kind)[:3] if each.default is inspect.Parameter.empty else repr(written(each.default))
-        for name, each in found.parameters.items()
-    }
+    return {name: repr(written(each.default)) for name, each in found.parameters.items() if each.default is not each.empty}
 
 
 @group
@@ -83,7 +84,8 @@ def _constants() -> dict[str, Any]:
     """Of every module and class; and the defaults of every function, method and class."""
     found: dict[str, Any] = {}
     for name, module, source in modules():
-        values = {each: written(vars(module)[each]) for match in _NAMED.finditer(source) for each in match[1].split(", ")}
+        names = {each for match in _NAMED.finditer(source) for each in match[1].split(", ")} - _OF_THE_MACHINE.get(name, set())
+        values = {each: written(vars(module)[each]) for each in sorted(names)}
         own = {key: each for key, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__}
         calls = {key: defaults(each) for key, each in own.items() if callable(each)}
         for key, kind in own.items():
@@ -91,7 +93,7 @@ def _constants() -> dict[str, Any]:
                 inner = {f"{key}.{each}": value for each, value in vars(kind).items() if not each.startswith(("__", "_abc"))}
                 values |= {each: written(value) for each, value in inner.items() if isinstance(value, _PLAIN)}
                 calls |= {each: defaults(value) for each, value in inner.items() if inspect.isroutine(value)}
-        found |= {f"{name} values": list(values.items()), f"{name} calls": list(calls.items())}
+        found |= {f"{name} values": list(values.items()), f"{name} calls": [each for each in calls.items() if each[1]]}
     return {key: each for key, each in found.items() if each}
 
 

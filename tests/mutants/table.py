@@ -11,6 +11,7 @@ from tests.mutants.models import MODELS
 from tests.mutants.modes import MODES
 from tests.mutants.probes import PROBES
 from tests.mutants.questions import QUESTIONS
+from tests.mutants.survivors import SURVIVORS
 from tests.mutants.tasks import TASKS
 from tests.mutants.thinking import THINKING
 from tests.mutants.views import VIEWS
@@ -30,6 +31,7 @@ MUTANTS = (
     *GRADIENTS,
     *DEVICE,
     *HOLES,
+    *SURVIVORS,
     *VIEWS,
     *WORKBENCH,
 )

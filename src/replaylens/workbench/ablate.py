@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -172,7 +173,7 @@ def _direction(pair: Any, layers: int, width: int) -> tuple[int, Tensor]:
         vector = torch.as_tensor(pair[1]).detach().float().cpu()
     except (TypeError, ValueError, RuntimeError):  # text, ragged lists
         raise BadRequest(f"Invalid direction {short_repr(pair[1])}. Give {width} numbers, not all zero.") from None
-    length = float(vector.norm())
+    length = math.sqrt(math.fsum(x * x for x in vector.flatten().tolist()))  # rounded the same everywhere
     if vector.shape != (width,) or not 0 < length < float("inf"):
         raise BadRequest(f"Invalid direction of shape {tuple(vector.shape)}. Give {width} finite numbers, not all zero.")
     return layer, vector / length

@@ -23,6 +23,7 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
+from replaylens.kernels import cpu as portable
 from replaylens.views.data import layer_name
 from replaylens.workbench.drawing import Grid, figure, view, words
 
@@ -85,7 +86,7 @@ class LensResult(Citable):
     @property
     def probability(self) -> Tensor:
         """Of the likeliest token: [layers, positions]."""
-        return self.top_logprobs[..., 0].exp()
+        return portable.apply("exp", self.top_logprobs[..., 0])
 
     @property
     def frame(self) -> pd.DataFrame:
