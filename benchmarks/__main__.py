@@ -1,4 +1,4 @@
-"""`python -m benchmarks list`, and `python -m benchmarks run NAME... [--quick] [--out FILE] [--set PARAMETER=JSON]`."""
+"""`python -m benchmarks list`, `run NAME... [--quick] [--out FILE] [--set PARAMETER=JSON]`, and `page`."""
 
 import argparse
 import json
@@ -46,7 +46,15 @@ def main(words: Sequence[str] | None = None) -> None:
         "--out", type=Path, metavar="FILE", help="default: benchmarks/results/NAME.json; --quick writes none there"
     )
     command.add_argument("--set", action="append", default=[], metavar="PARAMETER=JSON", help="another value of a parameter")
+    commands.add_parser(
+        "page", help="write the pages with the numbers of the result files: docs/performance.md and parts of others"
+    )
     given = parser.parse_args(words)
+    if given.command == "page":
+        from benchmarks import page
+
+        print("\n".join(page.write()) or "every page has the numbers of the result files")
+        return
     declared()
     if given.command == "list":
         listed()

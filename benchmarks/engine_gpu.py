@@ -231,7 +231,7 @@ def portable() -> Engine:
     return certified(Engine.load(wide().model, device="cuda", dtype=torch.float32, cache_tokens=64 * 512))
 
 
-@case("portable-gpu.decode", ours="step", baseline="S captured", needs="gpu", clock="device")
+@case("portable-gpu.decode", portable=True, ours="step", baseline="S captured", needs="gpu", clock="device")
 def portable_decode(batches: tuple[int, ...] = (1, 8, 16, 64)) -> Lines:
     """Decode steps in portable float32, and with S of all layers captured: ratio, and milliseconds of a step."""
     engine, aims = portable(), {1: 9.0, 64: 14.0}
@@ -249,7 +249,7 @@ def portable_decode(batches: tuple[int, ...] = (1, 8, 16, 64)) -> Lines:
         released(engine, branches)
 
 
-@case("portable-gpu.passes", ours="portable", baseline="library", needs="gpu", clock="device", aim=">= 0.6")
+@case("portable-gpu.passes", portable=True, ours="portable", baseline="library", needs="gpu", clock="device", aim=">= 0.6")
 def portable_passes() -> Lines:
     """Prompts in portable float32 against the library's products in float32, without TF32, in the same passes."""
     for rows in (512, 2048):

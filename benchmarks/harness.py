@@ -14,6 +14,7 @@ Ratios are taken within one run, because absolute times mean little on shared ma
 the other parts; every part there has its own commit, date, machine and parameters.
 """
 
+import hashlib
 import inspect
 import json
 import os
@@ -28,6 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,6 +121,8 @@ class Case:
     patience: float | None = None
     """seconds after which two rounds are enough"""
     threads: int | None = None
+    portable: bool = False
+    """on a GPU: computes in float32, that is in portable arithmetic; on a CPU every case does"""
     quick: dict[str, Any] = field(default_factory=dict)
     """parameters of `run --quick`; with `tiny`, a case that needs a GPU runs on a CPU"""
 
@@ -292,10 +296,15 @@ def slug(arm: str) -> str:
 # Results
 
 
-def provenance(written: Sequence[str] = ()) -> dict[str, Any]:
-    """Commit, date and machine of a run.
+COMMIT = "REPLAYLENS_COMMIT"
+"""environment variable: the commit of a tree that was copied without its history"""
 
-    written  folders, from the repository's root, that the run itself writes to: their changes do not count
+
+def provenance(written: Sequence[str] = (), portable: bool = False) -> dict[str, Any]:
+    """Commit, date, machine and arithmetic of a run, with a digest of that arithmetic.
+
+    written   folders, from the repository's root, that the run itself writes to: their changes do not count
+    portable  on a GPU: the run computes in float32
     """
 
     def git(*words: str) -> str:
@@ -303,13 +312,31 @@ def provenance(written: Sequence[str] = ()) -> dict[str, Any]:
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude){each}" for each in written))
     return {
-        "commit": git("rev-parse", "HEAD") + ("+changes" if changed else "") or "unknown",
+        "commit": git("rev-parse", "HEAD") + ("+changes" if changed else "") or os.environ.get(COMMIT, "unknown"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
+        "machine": machine(portable),
+        "digest": arithmetic_digest(portable),
     }
 
 
-def machine() -> dict[str, Any]:
+@cache
+def arithmetic_digest(portable: bool = False) -> str:
+    """SHA-256 of tokens, KV and captured rows of a fixed request, in the arithmetic of a run. Portable arithmetic has the same
+    one on every machine, so that a result file shows whether it was measured in today's."""
+    from replaylens.engine.engine import Engine
+
+    cuda = torch.cuda.is_available()
+    dtype = torch.bfloat16 if cuda and not portable else torch.float32
+    engine = Engine.load("coin-plain", device="cuda" if cuda else "cpu", dtype=dtype)
+    branch = engine.prompt("A coin's state is heads. Alice flips. What's the state? A:", sites="STC").generate(
+        4, drafter="lens"
+    )
+    rows = [branch.activations[site] for letter in "STC" for site in engine.sites.letter(letter)]
+    parts = [torch.tensor(branch.tokens), branch.kv(), *rows]
+    return hashlib.sha256(b"".join(part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts)).hexdigest()
+
+
+def machine(portable: bool = False) -> dict[str, Any]:
     from replaylens.engine.proof import trace
 
     info = Path("/proc/cpuinfo")
@@ -317,7 +344,7 @@ def machine() -> dict[str, Any]:
     versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers") if find_spec(name)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = models[0] if models else platform.processor() or platform.machine()
-    canonical = trace.PORTABLE if gpu is None else trace.of_tensor_cores()
+    canonical = trace.PORTABLE if gpu is None or portable else trace.of_tensor_cores()
     found = {"cpu": cpu, "architecture": platform.machine(), "cores": os.cpu_count(), "gpu": gpu}
     return {**found, "threads": torch.get_num_threads(), "canonical_version": canonical, **versions}
 
@@ -333,10 +360,10 @@ class Report:
             self.body |= json.loads(file.read_text())
 
     def begin(self, made: Case, parameters: dict[str, Any]) -> None:
-        """Mutates: forgets earlier rows of this case."""
-        self.body["rows"] = [row for row in self.body["rows"] if row.get("case") != made.name]
+        """Mutates: forgets earlier rows of this case, which rows without a case are if it has the file's name."""
+        self.body["rows"] = [row for row in self.body["rows"] if row.get("case", self.body["name"]) != made.name]
         self.body["about"] = self.body["about"] or made.about
-        self.body["cases"][made.name] = {"about": made.about, **provenance(), "parameters": parameters}
+        self.body["cases"][made.name] = {"about": made.about, **provenance(portable=made.portable), "parameters": parameters}
 
     def add(self, row: dict[str, Any]) -> None:
         """Mutates: one more row, in place of one of its case with the same words."""

@@ -27,7 +27,6 @@ from matplotlib.figure import Figure
 import replaylens as rl
 from benchmarks.harness import provenance
 from replaylens.engine.display import picture as _picture
-from replaylens.engine.proof.trace import PORTABLE
 from replaylens.views.html import PAGES
 from replaylens.views.sections import svg
 
@@ -81,10 +80,9 @@ def execute(
     record: dict[str, Any] = {"study": name, "about": " ".join((study.__doc__ or "").split("\n\n")[0].split()), "parts": {}}
     for part in parts or study.PARTS:
         begun = time.process_time()
-        where = {**provenance(("studies/results", "studies/figures")), "device": place.device, "quick": quick}
+        origin = provenance(("studies/results", "studies/figures"), portable=place.device == "cpu")
+        where = {**origin, "device": place.device, "quick": quick}
         where["versions"] = {"replaylens": rl.__version__, **{each: metadata.version(each) for each in PACKAGES}}
-        if place.device == "cpu":  # whatever else the machine has
-            where["machine"]["canonical_version"] = PORTABLE
         found = study.run(quick, part, place)
         if file.exists():  # read late: another process may have written its own parts in the meantime
             record["parts"] = json.loads(file.read_text())["parts"]

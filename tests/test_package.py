@@ -165,6 +165,35 @@ def test_version_is_told_once() -> None:
     assert pyproject()["project"]["version"] == replaylens.__version__
 
 
+def told(readme: str, project: str, citation: str) -> set[str]:
+    """Where README, pyproject and CITATION say that the project is published; empty where one says nothing."""
+    clones = re.findall(r"git clone (\S+)", readme)
+    urls = tomllib.loads(project)["project"].get("urls", {})
+    return {*(clones or [""]), urls.get("Repository", ""), *(re.findall(r"^repository-code: (\S+)$", citation, re.M) or [""])}
+
+
+def test_where_the_project_is_published_is_told_once() -> None:
+    """And the first command of the README works as typed in the folder that one has."""
+    import replaylens as rl
+
+    readme, project, citation = ((ROOT / name).read_text() for name in ("README.md", "pyproject.toml", "CITATION.cff"))
+    assert told(readme, project, citation) == {rl.PUBLISHED}
+    first = re.findall(r"^```sh\n(?:git clone .*\n)?(.*)", readme, re.MULTILINE)[0]
+    assert re.match(r"make (\w+)", first)[1] in re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)  # type: ignore[index]
+    texts = {path: path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]}
+    assert [path.name for path, text in texts.items() if re.search(r"git clone (?:URL|<|\.\.\.)", text)] == []
+
+
+def test_where_it_is_published_control() -> None:
+    """Negative control: one of the three that says something else, or nothing, is found."""
+    here, project = "https://example.org/r", '[project.urls]\nRepository = "https://example.org/r"\n'
+    citation = f"repository-code: {here}\n"
+    assert told(f"git clone {here}", "[project]\n" + project, citation) == {here}
+    assert (
+        told("make demo", "[project]\n" + project, citation) == {here, ""} == told(f"git clone {here}", "[project]\n", citation)
+    )
+
+
 def test_all_errors_are_found_in_one_light_module() -> None:
     """`import replaylens.errors` has the classes themselves, is `rl.errors`, and loads neither torch nor pandas."""
     code = """

@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.workbench.steer import steer as steer
 
 __version__ = "0.1.0"
+PUBLISHED = ""
+"""where the project is published; README, pyproject.toml and CITATION.cff say the same, and nothing while this is empty"""
 
 _WHERE = {
     "Answer": "replaylens.engine.resampling.plan:Answer",

@@ -128,6 +128,7 @@ def test_arms_take_turns_and_the_ratio_is_theirs_over_ours(
     assert about["parameters"] == {"size": 3} and about["about"] == "Words." and about["date"][:2] == "20"
     assert {"cpu", "architecture", "cores", "gpu", "torch", "threads", "canonical_version"} <= set(about["machine"])
     assert len(about["commit"].partition("+")[0]) == 40
+    assert about["digest"] == harness.arithmetic_digest() and len(about["digest"]) == 64
     assert run(planted, out=out, given={"size": 1}) and [row["what"] for row in json.loads(out.read_text())["rows"]] == [
         "planted", "counted",
     ]  # fmt: skip

@@ -61,13 +61,12 @@ PEER = "needs another version of transformer-lens than ours"
 
 NOT_RUN = {
     "README.md": {
-        "git clone": NETWORK,
-        "pip install": NETWORK,
-        "replaylens fetch": NETWORK,
+        "make demo": NETWORK,
+        "make test": MINUTES,
+        ".venv/bin/replaylens fetch": NETWORK,
         "import replaylens as rl": NETWORK,
     },
     "docs/quickstart.md": {
-        "git clone": NETWORK,
         "python3 -m venv": NETWORK,
         "pip install": NETWORK,
         "replaylens fetch": NETWORK,

@@ -438,11 +438,9 @@ def test_forks_of_one_chain(script: ModuleType) -> None:
 
 
 # ---- everyday jobs ---------------------------------------------------------------------------------------------------
-# The jobs of docs/quickstart.md, and their times, which are those of the result file.
+# The jobs of docs/quickstart.md.
 
 JOBS = TEXTS["docs/quickstart.md"].split("\n## ")[2]
-TIMES = TEXTS["docs/performance.md"].split("\n## Workbench next to TransformerLens\n")[1].split("\n## ")[0]
-ROWS = json.loads((ROOT / "benchmarks" / "results" / "workbench-cpu.json").read_text())["rows"]
 
 
 @pytest.mark.slow
@@ -455,17 +453,3 @@ def test_the_jobs_run_on_the_real_model() -> None:
             exec(compile(block.text, f"docs/quickstart.md, jobs:{block.line}", "exec"), names)
     outcomes = names["rollouts"].outcomes()
     assert outcomes.outcomes[outcomes.counts[0].argmax()] == "fruit" and len(names["ablated"].frame) == 270
-
-
-def test_the_table_is_the_result_file() -> None:
-    """One line per job: milliseconds here and there (in a batch, where that is possible), and the ratio, as in the table."""
-    stated = re.findall(
-        r"^\| (lens|patch|steer|resample|ablate)\b.*?\| ([\d,.]+) \| ([\d,.]+)\b.*?\| ([\d.]+) \|", TIMES, re.MULTILINE
-    )
-    measured = []
-    for row in ROWS:  # against the batched form where there is one
-        theirs = row.get("batched_ms", row["hooks_ms"])
-        measured.append(
-            (row["what"].split(":")[0], f"{row['ours_ms']:,.0f}", f"{theirs:,.0f}", f"{theirs / row['ours_ms']:.1f}")
-        )
-    assert sorted(stated) == sorted(measured)
