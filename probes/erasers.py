@@ -60,8 +60,16 @@ class Chain(TensorInput, Pipeline):
     """A pipeline that takes tensors."""
 
 
-class Discriminant(TensorInput, LinearDiscriminantAnalysis):
-    """Linear discriminant analysis that takes tensors."""
+class Discriminant(TensorInput, LinearDiscriminantAnalysis, auto_wrap_output_keys=None):
+    """Linear discriminant analysis that takes tensors. It transforms with a solver that can."""
+
+    @available_if(lambda probe: probe.solver != "lsqr")
+    def transform(self, X: Any) -> Any:
+        return super().transform(plain(X))
+
+    @available_if(lambda probe: probe.solver != "lsqr")
+    def fit_transform(self, X: Any, y: Any = None, **more: Any) -> Any:
+        return super().fit_transform(plain(X), plain(y), **more)
 
 
 # ---- moments ---------------------------------------------------------------------------------------------------------

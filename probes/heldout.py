@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from joblib import Parallel, delayed
-from sklearn.base import clone
+from sklearn.base import clone, is_regressor
 from torch import Tensor
 
 from replaylens.engine.dump.reader import Dump
@@ -127,8 +127,11 @@ def _fill(
     for kind, outputs in sorted({(goal.kind, goal.outputs) for goal in goals}):
         which = [i for i, goal in enumerate(goals) if (goal.kind, goal.outputs) == (kind, outputs)]
         same = [goals[i] for i in which]
-        if kind == "number" and spec.name not in ("ridge", "ridge-cv"):
+        numbers = is_regressor(spec.make())
+        if kind == "number" and not (numbers or spec.name in ("ridge", "ridge-cv")):
             raise ProbeError(f"{spec.name} is a classifier, but label {same[0].label!r} is a number. Use ridge.")
+        if kind != "number" and numbers:
+            raise ProbeError(f"{spec.name} is a regressor, but label {same[0].label!r} has classes. Use a classifier.")
         if spec.swept == "together":
             scores = _together(spec.name, x, same, np.stack([train & goal.present for goal in same]), groups)
             _read(kind, outputs, scores, same, which, train, test, out, spec.name in ("logistic", "logistic-cv"))
@@ -217,26 +220,47 @@ def _apart(
     for (c, i, f), (predicted, score, log_p) in zip(work, done, strict=True):
         at = (c, which[i], test[f])
         out.predicted[at] = predicted
-        out.score[(*at, slice(goals[i].outputs))] = score
-        truth = np.clip(goals[i].codes[test[f]], 0, None)
-        smooth = smoothed(log_p, int((train[f] & goals[i].present).sum()))
-        out.log_loss[at] = -np.take_along_axis(smooth, truth[:, None], -1)[:, 0]
-        out.confidence[at] = np.exp(log_p.max(-1))
+        if score is not None:
+            out.score[(*at, slice(goals[i].outputs))] = score
+        if log_p is not None:
+            truth = np.clip(goals[i].codes[test[f]], 0, None)
+            smooth = smoothed(log_p, int((train[f] & goals[i].present).sum()))
+            out.log_loss[at] = -np.take_along_axis(smooth, truth[:, None], -1)[:, 0]
+            out.confidence[at] = np.exp(log_p.max(-1))
 
 
 def _one(
     estimator: Any, x: np.ndarray, codes: np.ndarray, fit: np.ndarray, test: np.ndarray, classes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
     """(predictions [rows], scores [rows, outputs] as in `HeldOutPredictions`, log-probabilities [rows, classes]) of the rows
-    `test`."""
+    `test`. A regressor has predictions only; a classifier without `predict_proba`, no log-probabilities."""
     fitted = clone(estimator).fit(x[fit], codes[fit])
+    predicted = fitted.predict(x[test])
+    if is_regressor(fitted):
+        return predicted, None, None
+    if not hasattr(fitted, "predict_proba"):
+        scores = _decided(fitted, x[test], predicted, classes)
+        return predicted, scores[:, 1:] - scores[:, :1] if classes == 2 else _leads(scores), None
     log_p = np.full((int(test.sum()), classes), -np.inf)
     log_p[:, fitted.classes_] = np.log(fitted.predict_proba(x[test]).clip(1e-300))
     if classes > 2:
-        return fitted.predict(x[test]), log_p, log_p
+        return predicted, log_p, log_p
     if hasattr(fitted, "decision_function"):  # finer than the log-odds of probabilities that round to 0 or 1
-        return fitted.predict(x[test]), fitted.decision_function(x[test])[:, None], log_p
-    return fitted.predict(x[test]), log_p[:, 1:] - log_p[:, :1], log_p
+        return predicted, fitted.decision_function(x[test])[:, None], log_p
+    return predicted, log_p[:, 1:] - log_p[:, :1], log_p
+
+
+def _decided(fitted: Any, x: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
+    """[rows, classes]: by `decision_function`, below all others for a class that the fit lacks; of a classifier that has none,
+    1 for the predicted class and 0 for the others."""
+    if not hasattr(fitted, "decision_function"):
+        return np.eye(classes)[predicted.astype(int)]
+    found = fitted.decision_function(x)
+    if found.ndim == 1:
+        found = np.stack([np.zeros_like(found), found], 1)
+    scores = np.full((len(x), classes), found.min(initial=0.0) - 1.0)
+    scores[:, fitted.classes_] = found
+    return scores
 
 
 # ---- refit -----------------------------------------------------------------------------------------------------------

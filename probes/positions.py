@@ -74,8 +74,6 @@ def example_keys(frame: pd.DataFrame) -> list[tuple[str, int]]:
 
 # ---- positions -------------------------------------------------------------------------------------------------------
 
-STEP_LABELS = ("actions", "hops")
-"""labels that count steps; a task's first one is used, and a step is decided where it grows"""
 _SPEC = re.compile(r"(?P<all>all)|(?P<at>\d+)|(?P<anchor>step|query|last)(:(?P<which>\d+))?(?P<shift>[+-]\d+)?")
 CUSTOM = "custom:"
 """begins the spec of a function"""
@@ -150,11 +148,14 @@ class Position:
         if self.anchor == "last" and not arrays:
             raise BadPosition(f"{said} come from a task, whose prompts end with the query. Use query.")
         if self.anchor == "step" and frame["since_step"].isna().all():
-            raise BadPosition(f"{said} do not record steps. Dump positions 'all'.")
+            raise BadPosition(
+                f"{said} do not record steps. Dump positions 'all'; if that is so, no label of the task counts its steps: "
+                "name it `actions`, or set `step_label` in the task's class."
+            )
 
 
-def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
-    """A copy with the columns that positions are resolved by.
+def add_places(frame: pd.DataFrame, step_label: str | None) -> pd.DataFrame:
+    """A copy with the columns that positions are resolved by. None: the rows do not record steps.
 
     step         steps decided so far on the row's path (in a chain of thought: those recited so far)
     since_step   tokens since the last decided step; NaN before the first
@@ -163,9 +164,8 @@ def add_places(frame: pd.DataFrame, knows_steps: bool) -> pd.DataFrame:
     steps        total number of steps on the example's accepted path
     """
     frame = frame.copy()
-    counter = next((name for name in STEP_LABELS if name in frame), None)
     places = np.full((4, len(frame)), np.nan)  # step, since_step, until_step, since_query
-    counted = frame[counter].to_numpy(dtype=float, na_value=np.nan) if counter and knows_steps else None
+    counted = frame[step_label].to_numpy(dtype=float, na_value=np.nan) if step_label in frame else None
     position, branch = frame["position"].to_numpy(), frame["branch"].to_numpy()
     in_prompt = (frame["token_state"] == "prompt").to_numpy()
     labelled = frame.drop(columns=[*CORE.names, "shard", "row", "depth"], errors="ignore").notna().any(axis=1).to_numpy()

@@ -287,7 +287,7 @@ def fit_probe(
     """
     spec = registry.get(estimator)
     if not spec.linear:
-        raise NotLinear(f"{estimator} has no direction. Use logistic, ridge, lda, mass-mean, mass-mean-whitened or sparse.")
+        raise NotLinear(f"{estimator} has no direction. Use one of {', '.join(registry.linear())}.")
     rows = ProbeRows.of(given)
     cell = rows.cell(site, layer)
     rows = rows.accepted().at(position)

@@ -289,12 +289,17 @@ ESTIMATORS = {
             "apart",
             linear=False,
         ),
-        Estimator("ccs", "contrast-consistent search on pairs of rows, without labels", CcsProbe, "no"),
+        Estimator("ccs", "contrast-consistent search on pairs of rows, without labels", CcsProbe, "no", linear=False),
         Estimator("attentive", "attention over positions, then a linear classifier", AttentiveProbe, "no", linear=False),
-        Estimator("leace", "eraser: closed form, least change", Leace, "no"),
-        Estimator("inlp", "eraser: project out one classifier after another", Inlp, "no"),
+        Estimator("leace", "eraser: closed form, least change", Leace, "no", linear=False),
+        Estimator("inlp", "eraser: project out one classifier after another", Inlp, "no", linear=False),
     )
 }
+
+
+def linear() -> list[str]:
+    """The estimators that `fit_probe` takes: linear ones, fitted on rows of one position."""
+    return [each.name for each in ESTIMATORS.values() if each.linear]
 
 
 def get(name: str) -> Estimator:

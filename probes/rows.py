@@ -209,7 +209,9 @@ class ProbeRows(FromArrays):
     @classmethod
     def _placed(cls, frame: pd.DataFrame, source: RowSource, knows_steps: bool) -> "ProbeRows":
         frame = frame.reset_index(drop=True)
-        placed = add_last(frame) if source.about.of_texts else add_places(frame, knows_steps)
+        placed = (
+            add_last(frame) if source.about.of_texts else add_places(frame, source.about.step_label if knows_steps else None)
+        )
         return cls(placed, source, np.arange(len(frame)))
 
     @classmethod

@@ -21,7 +21,9 @@ from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.model.sites import at_layer, by_layer, by_letter
 from replaylens.engine.records import Fingerprint
 from replaylens.probes.errors import BadRows, CutFeatures, NoTask, SeveralTasks
-from replaylens.tasks.task import AnyTask
+from replaylens.tasks.errors import TaskError
+from replaylens.tasks.registry import get as get_task
+from replaylens.tasks.task import AnyTask, Task
 from replaylens.tasks.texts import NAME as TEXTS
 from replaylens.tasks.texts import cited
 
@@ -48,6 +50,14 @@ class About:
     def several(self) -> bool:
         """Whether the rows are joined from different tasks, whose names `task` then lists."""
         return self.task is not None and "+" in self.task
+
+    @property
+    def step_label(self) -> str:
+        """The label that counts steps. Of a task that is unknown here, the usual one."""
+        try:
+            return (self.maker or get_task(self.task or "")).step_label
+        except TaskError:
+            return Task.step_label
 
     @property
     def cited_knobs(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class Fork(Task[ForkKnobs]):
     knobs_class = ForkKnobs
     length_knob = "depth"
     state_label = "viable"
+    step_label = "hops"
     claims = ("viable", "chosen")
 
     def write(self, draws: Draws) -> Story:

@@ -51,7 +51,8 @@ def _check_knobs(task: type[AnyTask], here: str) -> None:
     if task.length_knob not in known:
         raise BadTask(f"{here} has length_knob {task.length_knob!r}, but its knobs are {', '.join(sorted(known))}.")
     labels = task().label_names
-    for label in (task.state_label, *task.claims):
+    steps = () if task.step_label == Task.step_label else (task.step_label,)
+    for label in (task.state_label, *task.claims, *steps):
         if label not in labels:
             raise BadTask(f"{here} names the label {label!r}, but its scene has the labels {', '.join(labels)}.")
 
@@ -137,7 +138,7 @@ def warn_of_shadowed(name: str) -> None:
 
 # ---- registry --------------------------------------------------------------------------------------------------------
 
-_BUILT_IN = {
+BUILT_IN = {
     "coin": "coin:Coin",
     "coins": "coins:Coins",
     "coin-resets": "coin_resets:CoinResets",
@@ -158,7 +159,7 @@ T = TypeVar("T", bound=type[AnyTask])
 
 def names() -> tuple[str, ...]:
     """The names of all tasks: built in, registered, installed. Loads nothing, so an installed task may turn out broken."""
-    return tuple(dict.fromkeys((*_BUILT_IN, *_REGISTERED, *entries())))
+    return tuple(dict.fromkeys((*BUILT_IN, *_REGISTERED, *entries())))
 
 
 def register(task: T) -> T:
@@ -174,7 +175,7 @@ def register(task: T) -> T:
     """
     check_definition(task)
     require_own_name(task)
-    if task.name not in (*_BUILT_IN, *_GIVEN):
+    if task.name not in (*BUILT_IN, *_GIVEN):
         _REGISTERED[task.name] = task
     return task
 
@@ -189,7 +190,7 @@ def get(name: str) -> type[AnyTask]:
     >>> example.read(" T").labels_after(len(example.text))["claimed"]  # what another path claims
     'tails'
     """
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         warn_of_shadowed(name)
         return _built_in(name)
     if name in _GIVEN:
@@ -202,17 +203,17 @@ def get(name: str) -> type[AnyTask]:
 
 
 def _built_in(name: str) -> type[AnyTask]:
-    module, _, attribute = _BUILT_IN[name].partition(":")
+    module, _, attribute = BUILT_IN[name].partition(":")
     found: type[AnyTask] = getattr(import_module(f"replaylens.tasks.{module}"), attribute)
     return found
 
 
 def require_own_name(task: type[AnyTask]) -> None:
     """Raise TaskNameTaken if the name belongs to another class: a dump that cites it would be read with the wrong task."""
-    own = _built_in(task.name) if task.name in _BUILT_IN else None
+    own = _built_in(task.name) if task.name in BUILT_IN else None
     known = own or _GIVEN.get(task.name) or _REGISTERED.get(task.name)
     holder = None if known is None or same_task(known, task) else where(known)
-    if holder is None and task.name not in (*_BUILT_IN, *_GIVEN):
+    if holder is None and task.name not in (*BUILT_IN, *_GIVEN):
         holder = holder_of(task)
     if holder is not None:
         raise TaskNameTaken(task.name, where(task), holder)
@@ -233,15 +234,19 @@ def load(reference: str) -> type[AnyTask]:
         return get(reference)
     if not source or not attribute.isidentifier():
         raise CannotImport(f"Cannot read {reference!r} as a task. Give a name, module:Class or file.py:Class.")
-    try:
-        module = _file(Path(source)) if source.endswith(".py") else import_module(source)
-    except (Exception, SystemExit) as error:
-        hint = "" if source.endswith(".py") else f" If {source} is a file, give {source.replace('.', '/')}.py:{attribute}."
-        raise CannotImport(f"Cannot import {source!r} ({type(error).__name__}: {error}).{hint}") from error
-    found: Any = getattr(module, attribute, None)
+    found: Any = getattr(module_of(source), attribute, None)
     if found is None:
         raise CannotImport(f"{source} has no {attribute!r}. Give the name of a task class in it.")
     return register(found)
+
+
+def module_of(source: str) -> ModuleType:
+    """The module of a name or of a .py file, whose code runs. CannotImport if it cannot be imported."""
+    try:
+        return _file(Path(source)) if source.endswith(".py") else import_module(source)
+    except (Exception, SystemExit) as error:
+        hint = "" if source.endswith(".py") else f" If {source} is a file, give {source.replace('.', '/')}.py:NAME."
+        raise CannotImport(f"Cannot import {source!r} ({type(error).__name__}: {error}).{hint}") from error
 
 
 def _file(path: Path) -> ModuleType:

@@ -255,6 +255,8 @@ class Task(ABC, Generic[K]):
     """The label of the task's true state."""
     claims: ClassVar[tuple[str, str]]
     """Two labels to compare: the truth, and the text's claim about it. They differ where the text is wrong."""
+    step_label: ClassVar[str] = "actions"
+    """The label that counts steps: the position `step` is where it grows. A task without this label has no steps."""
 
     knobs: K
 

@@ -44,7 +44,17 @@ SATELLITES = {
     "engine/cluster": ("engine/dump", "engine/resampling"),
 }
 """rooms around the core: each may import the core, and of the others only those named here"""
-FACES = (("probes",), ("errors",), ("views",), ("bridges",), ("workbench",), ("commands",), ("cli",), ("__main__",))
+FACES = (
+    ("probes",),
+    ("errors",),
+    ("views",),
+    ("bridges",),
+    ("workbench",),
+    ("extend",),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
+)
 """what people see, from the bottom up: a face may import the core, all satellites and the faces below"""
 DOORS = {
     "engine/serving": {"engine/gradients", "engine/resampling", "views"},

@@ -145,12 +145,12 @@ def _their_stages(source: nn.Module, tokens: Tensor, num_layers: int) -> Stages:
         first = value[0] if isinstance(value, tuple) else value
         seen[stage] = first.detach().float().flatten(0, -2).clone()
 
-    blocks = _blocks(source, num_layers)
+    blocks = blocks_of(source, num_layers)
     hooks = [blocks[0].register_forward_pre_hook(lambda _, args: see(EMBEDDING, args))]
     for layer, block in enumerate(blocks):
         hooks.append(block.register_forward_hook(lambda _, __, out, layer=layer: see(f"block {layer}", out)))
     try:
-        with _as_float32(source, blocks), _as_defined(source):
+        with _as_float32(source, blocks), as_defined(source):
             out = source(input_ids=tokens[None], use_cache=False)
     except Exception as e:
         raise BadRequest(
@@ -167,7 +167,7 @@ def _their_stages(source: nn.Module, tokens: Tensor, num_layers: int) -> Stages:
     return seen
 
 
-def _blocks(source: nn.Module, num_layers: int) -> nn.ModuleList:
+def blocks_of(source: nn.Module, num_layers: int) -> nn.ModuleList:
     """The decoder's layers, not those of a vision part."""
     for name, module in source.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and "vision" not in name:
@@ -176,7 +176,7 @@ def _blocks(source: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 @contextmanager
-def _as_defined(source: nn.Module) -> Iterator[None]:
+def as_defined(source: nn.Module) -> Iterator[None]:
     """Without dropout, with eager attention and experts: faster kernels omit what they lack, such as Gemma-2's softcap."""
     modes = {module: module.training for module in source.modules()}
     configs: list[Any] = [

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from replaylens.engine.errors import MissingTensor, UnsupportedModel
+from replaylens.engine.errors import MissingTensor, UnsupportedModel, no_such
 from replaylens.engine.model.config import Activation, ModelConfig, Rope
 from replaylens.engine.model.decoder import Block
 from replaylens.engine.model.layers import Experts, HeadLinear, Linear, Norm
@@ -100,6 +100,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+_FIELDS = tuple(f.name for f in fields(ModelConfig))
 _FLAGS = frozenset(f.name for f in fields(ModelConfig) if isinstance(f.default, bool))
 
 
@@ -179,6 +180,12 @@ class Family:
     left_out: tuple[str, ...] = ()
     """beginnings of the names of other tensors that transformers leaves out"""
 
+    def __post_init__(self) -> None:
+        """UnsupportedModel names an entry that no model would ever use: a misspelt one would silently change nothing."""
+        for name in (*self.reads, *self.fixed):
+            if name not in _FIELDS:
+                raise UnsupportedModel(f"A table of a family sets {no_such('field of ModelConfig', name, _FIELDS)}")
+
     @property
     def used(self) -> frozenset[str]:
         """All config fields that the model computes with, as far as the table says."""
@@ -202,6 +209,8 @@ class Family:
     def fill(self, config: ModelConfig, get: Get, out: Sink) -> None:
         """Mutates: set all tensors that a decoder of `config` has in `out`, by our names, one after the other."""
         names, parts = self.names, {**self.names.parts, **self.renamed(config)}
+        for name in (*self.arrange, *sorted(self.plain_norms)):
+            self._part(config, parts, name)
         get = respelled(get, names.spellings)
         embed = get(f"{names.embed}.weight")
         if names.embed_norm:
@@ -228,7 +237,7 @@ class Family:
                 if not isinstance(module, Linear | HeadLinear | Norm):
                     out[f"blocks.{layer}.{name}"] = self._single(config, block, name, begin, get)
                     continue
-                theirs = parts[part]
+                theirs = self._part(config, parts, part)
                 if isinstance(module, Linear | HeadLinear):
                     pieces = [get(f"{begin}{each}.{end}") for each in ((theirs,) if isinstance(theirs, str) else theirs)]
                     x = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -250,6 +259,12 @@ class Family:
         layer = lambda name: int(found[1]) if (found := later.match(name)) else -1  # noqa: E731
         return [name for name in unread if layer(name) < num_layers]
 
+    @staticmethod
+    def _part(config: ModelConfig, parts: Mapping[str, str | tuple[str, ...]], name: str) -> str | tuple[str, ...]:
+        if name not in parts:
+            raise UnsupportedModel(f"The table of the family {config.family!r}: {no_such('part', name, parts)}")
+        return parts[name]
+
     def _single(self, config: ModelConfig, block: Block, name: str, begin: str, get: Get) -> Tensor:
         """A parameter that is neither of a product nor of a norm."""
         part, _, end = name.rpartition(".")
@@ -257,7 +272,7 @@ class Family:
         if isinstance(module, Experts):
             assert self.names.experts is not None  # a family with mixtures names them
             return self.names.experts.read(end, len(module.up), begin, get)
-        theirs = self.names.parts[name]
+        theirs = self._part(config, self.names.parts, name)
         whole, *pieces = (theirs,) if isinstance(theirs, str) else theirs
         try:
             x = get(begin + whole)

@@ -41,6 +41,7 @@ COMMANDS = {
     "reproduce": "reproduce",
     "fetch": "demo",
     "tasks": "tasks",
+    "extend": "extend",
 }
 """command -> its module in `replaylens.commands`, in the order of --help"""
 

@@ -57,7 +57,7 @@ def rows_of(
     )
     tensors = {f"blocks.{i}.hook_in": torch.from_numpy(x) for i, x in enumerate((noise, planted, clean))}
     source = MemorySource(tensors, {"S": list(tensors)}, About("coin", {}, "", None))
-    return ProbeRows(add_places(frame, knows_steps=True), source, np.arange(n))
+    return ProbeRows(add_places(frame, "actions"), source, np.arange(n))
 
 
 def direction(seed: int = 0, width: int = WIDTH) -> np.ndarray:
@@ -95,7 +95,7 @@ def labelled_rows(x: np.ndarray, root: np.ndarray, label: np.ndarray, **columns:
         | columns
     )
     steps = columns.get("steps")
-    frame = add_places(frame.drop(columns="steps", errors="ignore"), knows_steps=True)
+    frame = add_places(frame.drop(columns="steps", errors="ignore"), "actions")
     frame = frame if steps is None else frame.assign(steps=steps)
     tensors = {f"blocks.{i}.hook_in": torch.from_numpy(layer) for i, layer in enumerate(x)}
     source = MemorySource(tensors, {"S": list(tensors)}, About("coin", {}, "", None))

@@ -34,7 +34,7 @@ from replaylens.tasks.task import Knobs
 from replaylens.tasks.tokenizer import WordTokenizer
 from tests.tasks.square import file_of_page, own_registry, square_module, write_files
 
-BUILT_IN = ("coin", "coins", "coin-resets", "shell", "words", "fork", "boxes", "variables", "hops", "counts")
+BUILT_IN = tuple(plugins.BUILT_IN)
 
 
 @pytest.fixture(autouse=True)
@@ -250,7 +250,7 @@ def test_a_module_and_its_file_are_one_task(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("reference", "said"),
     [
-        ("no_such_module:Square", r"Cannot import 'no_such_module' .* give no_such_module\.py:Square"),
+        ("no_such_module:Square", r"Cannot import 'no_such_module' .* give no_such_module\.py:NAME"),
         ("no/such/file.py:Square", r"Cannot import .* no file no/such/file\.py"),
         ("replaylens.tasks.coin:Square", "has no 'Square'"),
         ("replaylens.tasks.coin:", "Give a name, module:Class or file.py:Class"),

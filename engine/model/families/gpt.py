@@ -308,6 +308,7 @@ FALCON = Family(
         "mlp_bias": "bias",
     },
     fixed={"norm": "layer", "gated_mlp": False},
+    uses=frozenset({"num_ln_in_parallel_attn"}),
     only={"alibi": (None, False)},
     arrange={"attn.qkv": _falcon_heads},
     renamed=lambda config: {"ln1": "ln_attn", "ln2": "ln_mlp"} if config.parallel_residual and not config.shared_norm else {},

@@ -1,7 +1,7 @@
 """`replaylens tasks`: list tasks, and show examples with labels under their tokens."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from rich.text import Text
 from replaylens import tasks
 from replaylens.commands.options import complete_task
 from replaylens.commands.reporting import reporting
+from replaylens.tasks.conformance import BrokenPromise
 from replaylens.tasks.errors import TaskError, UnknownLabel
 from replaylens.tasks.reading import NEXT_ACTION
 from replaylens.tasks.task import AnyTask, Example
@@ -95,7 +96,11 @@ def check(
     """Check that a task keeps the promises of its labels. Exit codes: 0 all kept, 1 one is broken."""
     with reporting():
         task = tasks.load(name)(**settings(knob))
-    found = tasks.check(task, n)
+    tell_promises(tasks.check(task, n), as_json)
+
+
+def tell_promises(found: Sequence[BrokenPromise], as_json: bool) -> None:
+    """Print what is kept and what is broken; exits with 1 if one is broken."""
     if as_json:
         typer.echo(
             json.dumps([{"promise": each.promise, "kept": each.kept, "problem": each.problem} for each in found], indent=1)

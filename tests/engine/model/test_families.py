@@ -1,9 +1,7 @@
 """Every family beyond the first eight: its logits are Hugging Face's, and nothing that its config says is overlooked."""
 
-import inspect
 import json
 import re
-import sys
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -27,6 +25,7 @@ from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.sites import KEY_SITES, by_layer
 from replaylens.engine.model.source import Source
 from replaylens.engine.request.edits import Edit
+from replaylens.extend import overlooked
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.model.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, page
 from tests.engine.passes.packed import alone, logits, sequences, worst
@@ -37,18 +36,6 @@ from tests.mixtures import YARN
 
 TOLERANCE = 2e-5
 """relative, of float32 logits against Hugging Face"""
-HARMLESS = re.compile(
-    r"_attn_implementation|attribute_map|dtype|get_text_config|return_dict|output_\w+|use_cache|problem_type|num_labels"
-    r"|\w*attention_softmax_in_fp32|\w*dropout|\w+_pdrop|layerdrop|(embedding_)?initializer_range|pad_token_id|is_decoder|reorder_and_upcast_attn|summary_\w+"
-    r"|text_config|vision_config|image_token_id|mm_tokens_per_image"  # Gemma-3's classes for pictures
-    r"|depth|in_channels|num_position_embeddings|out_hidden_size|(temporal_)?patch_size|spatial_merge_size|video_token_id"
-    r"|num_logits_to_keep"  # of generation
-    r"|router_aux_loss_coef|(router|input)_jitter_noise"  # of training; PhiMoE's table reads the router's
-    r"|pretraining_tp|slow_but_exact"  # another order of BLOOM's sums
-    r"|use_sliding_window|sliding_window_pattern"  # `layer_types` says the same
-    r"|original_max_position_embeddings|head_dim"  # copied into rope_parameters; checked against the heads
-)
-"""config fields that do not change what a model computes from its tokens"""
 more = pytest.mark.parametrize("name", MORE)
 WIRINGS = """
 gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
@@ -259,47 +246,8 @@ def test_letters_are_the_bridges(name: str) -> None:
 # ---- configs -------------------------------------------------------------------------------------------------------------
 
 
-class Seen(dict[str, Any]):
-    """A config that remembers which fields were read."""
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        super().__init__(raw)
-        self.read: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, otherwise: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, otherwise)
-
-
-UNUSED = {
-    "gemma3_text": {"attn_logit_softcapping"},
-    "minicpm3": {"logits_scaling"},
-    "mamba2": {"layer_types"},
-    "qwen3_5_text": {"num_heads"},
-    "qwen3_5_moe_text": {"num_heads", "intermediate_size"},
-}
-"""fields that transformers mentions without computing with them: never used, given by other fields, or of pictures"""
-
-
-def overlooked(family: str, names: list[str]) -> set[str]:
-    """The config fields that transformers' code for the family mentions, and that none of its tables reads or refuses.
-
-    That a field is among the neutral ones is no excuse: those are refused because transformers ignores them.
-    """
-    table, known, mentioned = FAMILIES[family], set(UNUSED.get(family, ())), set[str]()
-    for name in names:
-        model = hugging_face(name)
-        raw = Seen(model.config.to_dict())
-        table.config(raw)
-        known |= raw.read | table.used | set(table.only) | set(table.same)
-        source = inspect.getsource(sys.modules[type(model).__module__])
-        found = re.findall(r"config\.(\w+)", source) + re.findall(r'getattr\((?:self\.)?config, "(\w+)"', source)
-        mentioned |= {model.config.attribute_map.get(field, field) for field in found}
-    return {field for field in mentioned - known if not HARMLESS.fullmatch(field)}
+def missed(family: str, names: list[str]) -> set[str]:
+    return overlooked(family, [hugging_face(name) for name in names])
 
 
 def test_every_family_has_a_tiny_model() -> None:
@@ -308,16 +256,16 @@ def test_every_family_has_a_tiny_model() -> None:
 
 def test_no_field_that_transformers_computes_with_is_overlooked() -> None:
     """Otherwise a checkpoint that sets the field would load as another model. The control: one table forgets a field."""
-    assert {family: found for family, names in by_family().items() if (found := overlooked(family, names))} == {}
+    assert {family: found for family, names in by_family().items() if (found := missed(family, names))} == {}
 
 
 def test_a_forgotten_field_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     granite = FAMILIES["granite"]
     reads = {name: read for name, read in granite.reads.items() if name != "norm_eps"}
     monkeypatch.setitem(FAMILIES, "granite", replace(granite, reads=reads))
-    assert overlooked("granite", ["granite"]) == {"rms_norm_eps"}
+    assert missed("granite", ["granite"]) == {"rms_norm_eps"}
     monkeypatch.setitem(FAMILIES, "olmoe", replace(FAMILIES["olmoe"], only={}))
-    assert overlooked("olmoe", ["olmoe"]) == {"sliding_window"}  # although other families refuse them anyway
+    assert missed("olmoe", ["olmoe"]) == {"sliding_window"}  # although other families refuse them anyway
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -357,7 +357,7 @@ def test_examples_of_joined_parts_stay_apart() -> None:
     assert np.array_equal(X, np.concatenate([each[0] for each in apart])) and len(target.values) == len(roots) == 20
     shorter = b.where(b.frame["position"] < 2)
     frame = ProbeRows.join(a=a, b=ProbeRows(shorter.frame, shorter.source, shorter.numbers)).frame
-    again = add_places(frame, knows_steps=True)
+    again = add_places(frame, "actions")
     assert (again["steps"] == again["part"].map({"a": 3, "b": 2})).all()
     assert (again.groupby("part")["since_query"].min() == [-2, -1]).all()
 

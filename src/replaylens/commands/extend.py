@@ -1,0 +1,33 @@
+"""`replaylens extend`: does a part that you add keep the promises of its kind?"""
+
+from typing import Annotated
+
+import typer
+
+from replaylens.commands.reporting import reporting
+from replaylens.commands.tasks import JsonOption, tell_promises
+
+app = typer.Typer(help="Parts of your own: tasks, model families, estimators, sites and views.", no_args_is_help=True)
+
+
+@app.callback()
+def extend() -> None:
+    """Parts of your own: tasks, model families, estimators, sites and views."""
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(help="A task, family, estimator, site or view; or file.py:NAME, which runs its code.")],
+    kind: Annotated[str | None, typer.Option(help="task, family, estimator, site or view, if several have the name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Of a family: the folder of a small model. Default: a random one.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Try the promises of a part: bits, gradients, contracts, and every place that must name it.
+
+    Exit codes: 0 all kept, 1 one is broken.
+    """
+    with reporting():
+        from replaylens.extend import check as tried
+
+        found = tried(name, kind=kind, model=model)
+    tell_promises(found, as_json)

@@ -1,0 +1,307 @@
+"""`replaylens extend check`: what the package has keeps its promises, and a fault planted in a new part is found."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.linear_model import Perceptron, RidgeClassifier
+from sklearn.neighbors import KNeighborsRegressor, NearestCentroid
+from sklearn.svm import LinearSVC
+from typer.testing import CliRunner
+
+import replaylens as rl
+from replaylens import extend, tasks
+from replaylens.cli import app
+from replaylens.engine.display import Citable
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadRequest, UnsupportedModel
+from replaylens.engine.model.families import FAMILIES
+from replaylens.extend import check
+from replaylens.probes.errors import BadPosition, ProbeError
+from replaylens.probes.registry import ESTIMATORS, Estimator
+from replaylens.probes.rows import ProbeRows
+from replaylens.probes.sweeps import sweep
+from replaylens.tasks.coin import Coin
+from replaylens.tasks.errors import BadTask
+from replaylens.workbench.patch import PatchResult
+from tests.families import hugging_face
+
+
+def broken(name: str, **how: Any) -> dict[str, str]:
+    return {each.promise: each.problem for each in check(name, **how) if not each.kept}
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES)])
+def test_a_family_keeps_its_promises(name: str) -> None:
+    """Families whose tiny model takes more than sizes say so."""
+    if name in ("gpt_neo", "dots1", "mamba2", "lfm2_moe"):
+        with pytest.raises(BadRequest, match="Give one with model="):
+            extend.tiny(name)
+    else:
+        assert broken(name) == {}
+
+
+@pytest.mark.parametrize("name", ["hook_in", "attn.o.hook_in", "attn.hook_pattern", "ln_final.hook_out"])
+def test_a_site_keeps_its_promises(name: str) -> None:
+    assert broken(name) == {}
+
+
+@pytest.mark.parametrize("name", ["coin", "fork"])
+def test_a_task_keeps_its_promises(name: str) -> None:
+    assert broken(name) == {}
+
+
+def test_views_have_a_table_and_a_picture() -> None:
+    assert broken("PatchResult") == {}
+    assert set(broken("GraphDiff")) == {"a table, `frame`", "a picture, `plot`", "tests/drawings.py names it"}
+
+
+# ---- families --------------------------------------------------------------------------------------------------------
+
+LLAMA = FAMILIES["llama"]
+TABLES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    # what is wrong: (the table, the promise that it breaks, words of the problem)
+    "a field that is not read": (
+        lambda: replace(LLAMA, reads={ours: read for ours, read in LLAMA.reads.items() if ours != "norm_eps"}),
+        "no config field is overlooked",
+        "rms_norm_eps",
+    ),
+    "another activation": (
+        lambda: replace(LLAMA, reads={**LLAMA.reads, "activation": lambda raw: "gelu"}),
+        "a model loads and computes what transformers computes",
+        "ModelMismatch",
+    ),
+    "a misspelt part in arrange": (
+        lambda: replace(LLAMA, arrange={"attn.qvk": lambda config, x: x}),
+        "a model loads and computes what transformers computes",
+        "Unknown part 'attn.qvk' (did you mean 'attn.qkv'?)",
+    ),
+    "a misspelt norm": (
+        lambda: replace(LLAMA, plain_norms=frozenset({"ln3"})),
+        "a model loads and computes what transformers computes",
+        "Unknown part 'ln3'",
+    ),
+    "a part that is missing": (
+        lambda: replace(LLAMA, names=replace(LLAMA.names, parts={k: v for k, v in LLAMA.names.parts.items() if k != "mlp.up"})),
+        "a model loads and computes what transformers computes",
+        "UnsupportedModel: The table of the family 'llama': Unknown part 'mlp.up'",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", TABLES)
+def test_a_fault_in_a_table_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, promise, words = TABLES[fault]
+    source = extend.tiny("llama")
+    monkeypatch.setitem(FAMILIES, "llama", table())
+    assert words in broken("llama", model=source)[promise]
+
+
+def test_a_field_of_a_table_that_no_model_has_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="'norm_epz'"):
+        replace(LLAMA, reads={**LLAMA.reads, "norm_epz": "rms_norm_eps"})
+    with pytest.raises(UnsupportedModel, match="'gated'"):
+        replace(LLAMA, fixed={"gated": True})
+
+
+def test_wrong_gradients_and_wrong_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is a hundredth off, and a cache that is off in one row."""
+    real = Engine.prompt
+    source = hugging_face("llama")
+
+    def off(self: Any, given: Any, **how: Any) -> Any:
+        branch = real(self, given, **how)
+        if len(given) > 1 and (captured := branch.lane.recording) is not None:
+            captured.chunks[0].rows[next(iter(captured.chunks[0].rows))][0] += 1e-3
+        return branch
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Engine, "prompt", off)
+        assert "has other bits" in broken("llama", model=source)["every site has the bits of its row alone"]
+    found = type(real(Engine.load(source, check=False), [1, 2])).gradients
+
+    def wrong(self: Any, *given: Any, **how: Any) -> Any:
+        return {site: 1.01 * value for site, value in found(self, *given, **how).items()}
+
+    monkeypatch.setattr(rl.Branch, "gradients", wrong)
+    assert "off autograd's" in broken("llama", model=source)["gradients are those of autograd in float64"]
+    assert "difference quotient" in broken("hook_in")["its gradient is a difference quotient in float64"]
+
+
+# ---- estimators ------------------------------------------------------------------------------------------------------
+
+
+class Nearest(ClassifierMixin, BaseEstimator):
+    """The class of the nearest mean, with the faults that a test plants: none of scikit-learn's checks of its input."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def fit(self, X: Any, y: Any) -> "Nearest":
+        self.classes_ = np.unique(y)
+        noise = np.random.default_rng().normal(size=X.shape) if self.fault == "luck" else 0.0
+        if self.fault == "input":
+            X -= X.mean(0)
+        self.means_ = np.stack([(X + 99 * noise)[y == name].mean(0) for name in self.classes_])
+        return self
+
+    def predict(self, X: Any) -> Any:
+        return self.classes_[((X[:, None] - self.means_) ** 2).sum(-1).argmin(1)]
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    def add(make: Callable[[], Any], linear: bool = False, name: str = "mine") -> str:
+        monkeypatch.setitem(ESTIMATORS, name, Estimator(name, "an estimator of one's own", make, "apart", linear=linear))
+        return name
+
+    yield add
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "no probabilities": (partial(LinearSVC, random_state=0), True),
+    "a margin": (RidgeClassifier, True),
+    "a margin for each class": (partial(Perceptron, random_state=0), True),
+    "predictions only": (NearestCentroid, False),
+    "numbers": (KNeighborsRegressor, False),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_whatever_follows_scikit_learns_contract_is_a_probe(what: str, registered: Callable[..., str]) -> None:
+    assert broken(registered(*OTHERS[what])) == {}
+
+
+def test_scores_of_an_estimator_without_probabilities(registered: Callable[..., str]) -> None:
+    """The area under the curve is that of scikit-learn's own margins, fold by fold; without probabilities there is no loss."""
+    from sklearn.metrics import roc_auc_score
+
+    generator = np.random.default_rng(0)
+    y = generator.integers(2, size=120)
+    X = generator.normal(size=(120, 5)) + 0.8 * np.eye(5)[y]
+    rows = ProbeRows.of_arrays(X, {"label": np.array(["a", "b"])[y]}, groups=np.arange(120) // 3)
+    (line,) = sweep(
+        rows, "label", positions="all", estimators=registered(RidgeClassifier), permutations=0, controls=False
+    ).lines
+    (same,) = sweep(rows, "label", positions="all", estimators="ridge", permutations=0, controls=False).lines
+    assert abs(line["auroc"] - roc_auc_score(y, RidgeClassifier().fit(X, y).decision_function(X))) < 0.15
+    assert line["calibration_error"] is None and line["v_information"] is None
+    assert abs(line["accuracy"] - same["accuracy"]) < 0.05  # standardised or not, a ridge
+
+
+def test_a_regressor_takes_numbers_and_a_classifier_classes(registered: Callable[..., str]) -> None:
+    generator = np.random.default_rng(0)
+    rows = ProbeRows.of_arrays(
+        generator.normal(size=(40, 3)), {"word": np.array(["a", "b"] * 20), "size": np.arange(40.0)}, groups=np.arange(40)
+    )
+    with pytest.raises(ProbeError, match="mine is a regressor, but label 'word' has classes"):
+        sweep(rows, "word", positions="all", estimators=registered(KNeighborsRegressor))
+    with pytest.raises(ProbeError, match="mine is a classifier, but label 'size' is a number"):
+        sweep(rows, "size", positions="all", estimators=registered(LinearSVC))
+
+
+@pytest.mark.parametrize(
+    ("fault", "promise"),
+    [
+        ("", "scikit-learn's own checks pass"),
+        ("luck", "the same rows give the same bits, and stay as they are"),
+        ("input", "the same rows give the same bits, and stay as they are"),
+    ],
+)
+def test_a_fault_in_an_estimator_is_found(fault: str, promise: str, registered: Callable[..., str]) -> None:
+    assert promise in broken(registered(partial(Nearest, fault)))
+
+
+def test_an_estimator_without_coefficients_is_not_linear(registered: Callable[..., str]) -> None:
+    assert "has no coefficients" in broken(registered(NearestCentroid, linear=True))["its direction can be read"]
+
+
+# ---- tasks -----------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_counted_by_the_label_that_a_task_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task whose label is neither `actions` nor `hops` has steps as soon as it names it; before, the error says how."""
+
+    class Scene(type(Coin().scene())):  # type: ignore[misc]
+        label_names = tuple("told" if name == "actions" else name for name in Coin().scene().label_names)
+
+        def labels(self) -> Any:
+            return {"told" if name == "actions" else name: value for name, value in super().labels().items()}
+
+    class Told(Coin):
+        name = "told-coin"
+
+        def scene(self) -> Any:
+            made: Any = Coin.scene(self)
+            made.__class__ = Scene
+            return made
+
+    monkeypatch.setattr("replaylens.tasks.registry._REGISTERED", {})
+    engine, examples = Engine.load("coin-plain"), Told(flips=2).examples(4)
+    with pytest.raises(BadPosition, match="set `step_label` in the task's class"):
+        ProbeRows.of(engine.replay(examples, sites="S")).at("step")
+    Told.step_label = "told"
+    wanted = ProbeRows.of(engine.replay(Coin(flips=2).examples(4), sites="S")).at("step")
+    found = ProbeRows.of(engine.replay(Told(flips=2).examples(4), sites="S")).at("step")
+    assert len(found) == len(wanted) == 8
+    Told.step_label = "tolled"
+    with pytest.raises(BadTask, match="names the label 'tolled'"):
+        tasks.register(Told)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_view_that_can_change_is_found() -> None:
+    @dataclass(frozen=False, eq=False)
+    class Loose:
+        frame: int = 0
+
+    class Loosely(Citable):
+        pass
+
+    assert set(broken("Loosely")) == {
+        "a frozen dataclass, so that its digest covers every field",
+        "a table, `frame`",
+        "a picture, `plot`",
+    }
+    assert PatchResult in extend.views().values() and Loosely in extend.views().values()
+
+
+def test_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(
+        "from sklearn.neighbors import NearestCentroid\n"
+        "from replaylens.probes.registry import ESTIMATORS, Estimator\n"
+        "ESTIMATORS['centroid'] = Estimator('centroid', 'nearest mean', NearestCentroid, 'apart', linear=False)\n"
+    )
+    monkeypatch.setattr("replaylens.extend.ESTIMATORS", ESTIMATORS)
+    try:
+        said = CliRunner().invoke(app, ["extend", "check", f"{tmp_path}/own.py:centroid"])
+        assert said.exit_code == 0 and "kept    a sweep fits it" in said.output
+    finally:
+        del ESTIMATORS["centroid"]
+
+
+def test_places_that_lack_a_name_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The checkout's own files, without the task in one of them."""
+    for file in extend.PLACES["task"]:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text((extend.ROOT / file).read_text().replace("## coin\n", "## coins\n"))
+    monkeypatch.setattr(extend, "ROOT", tmp_path)
+    assert broken("coin") == {"docs/tasks.md names it": "## coin is missing there."}
+
+
+def test_names_that_cannot_be_checked() -> None:
+    for given, words in (
+        (["nonsense"], "No task, family, estimator, site or view is called"),
+        (["coin", "--kind", "verb"], "Unknown kind 'verb'"),
+        (["lda", "--model", "x"], "'lda' is a estimator"),
+        (["no/such.py:x"], "Cannot import"),
+    ):
+        said = CliRunner().invoke(app, ["extend", "check", *given])
+        assert said.exit_code == 2 and words in " ".join(said.stderr.split()), said.stderr
