@@ -18,7 +18,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import PACKAGED, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text, load_text
-from replaylens.engine.passes.ranks import OTHERS, TIMEOUT, Ranks, follow
+from replaylens.engine.passes.ranks import OTHERS, TIMEOUT, Ranks, follow, require_divisible
 from replaylens.engine.passes.wire import launched
 from replaylens.engine.proof.doctor import examine_ranks, require
 from replaylens.engine.proof.trace import Trace
@@ -116,6 +116,8 @@ class Engine(TransformerLensVerbs):
         if ranks > 1:
             if not isinstance(where, str):
                 raise BadRequest(f"Both devices={list(where)} and ranks={ranks} were given. Give one of them.")
+            if isinstance(source, Decoder):  # others are checked once they are read
+                require_divisible(source.config)
             if (place := launched(ranks)) is not None and place[0]:
                 follow(device)
         if draft_model is None and isinstance(source, str) and source == "coin-plain":

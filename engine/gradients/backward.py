@@ -32,7 +32,7 @@ from replaylens.engine.gradients.derivatives import (
 from replaylens.engine.gradients.gradients import Gradients, LogitsFunction, derivative, value_of
 from replaylens.engine.gradients.mixers import needed_mixer, through_mixer
 from replaylens.engine.model import modes
-from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.config import ModelConfig, handled, require_handled
 from replaylens.engine.model.decoder import Attention, Block, Decoder, LatentAttention, Mixture, Mlp, NormSites
 from replaylens.engine.model.layers import Norm
 from replaylens.engine.model.mixers import Mixer
@@ -46,8 +46,26 @@ from replaylens.kernels import cpu as portable
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
+HANDLED = handled(
+    ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "
+    "rotary_layers local_rope windows slopes attn_scale scale_by_layer attn_softcap logit_softcap qk_norm qk_norm_kind "
+    "qk_norm_span qk_norm_rotated qkv_bias out_bias mlp_bias gated_mlp activation embed_scale residual_scale logit_scale "
+    "tied_embeddings unembed_bias mixture clip_qkv latent sinks mixer parts attn_gate",
+    Rope="theta scaling factor low_freq_factor high_freq_factor original_positions beta_fast beta_slow truncate divisors "
+    "attention_factor",
+    Latent="rank d_value query_rank",
+    MixtureConfig="num_experts d_expert routing layers bias router_bias d_shared shared_gate",
+    Routing="top kind normalised scale groups chosen_groups group_best correction jitter floor",
+    MixerConfig="kind taps channels heads key_heads d_key d_value conv_bias bias min_step max_step norm_groups gate_first "
+    "beta_scale norm_eps norms_before",
+)
+"""the wiring that `Backward` mirrors"""
+
+
 def needed_sites(config: ModelConfig) -> frozenset[str]:
-    """The sites whose values `Backward` reads: the inputs of everything that is not linear."""
+    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for a model whose wiring
+    it does not mirror."""
+    require_handled(config, HANDLED, "The backward pass", "Use patching, or a model without it.", NoGradient)
     found = set[str]()
     for layer in range(config.num_layers):
         names, (before, after) = ["hook_in"], config.norms(layer)

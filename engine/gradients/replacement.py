@@ -19,7 +19,7 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.gradients.backward import Tape, attended
 from replaylens.engine.gradients.derivatives import HostProducts, norm_factor, pattern_of
-from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.config import ModelConfig, handled, require_handled
 from replaylens.engine.model.decoder import FINAL_NORM, Attention, Block, Decoder
 from replaylens.engine.model.layers import Norm
 
@@ -78,18 +78,23 @@ class FrozenLayer:
     """the site where what the MLP writes is taken as given"""
 
 
+HANDLED = handled(
+    ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "
+    "rotary_layers local_rope windows slopes attn_scale scale_by_layer attn_softcap logit_softcap qk_norm qk_norm_kind "
+    "qk_norm_span qk_norm_rotated qkv_bias out_bias mlp_bias gated_mlp activation embed_scale residual_scale logit_scale "
+    "tied_embeddings unembed_bias mixture",
+    Rope="*",
+    MixtureConfig="*",
+    Routing="*",
+)
+"""the wiring that it follows. Rotated queries and keys are read as values, and what MLPs and mixtures write is held, however it
+is computed"""
+
+
 def require_linear(config: ModelConfig) -> None:
     """NoGradient for a model whose attention is not linear in its values, once its pattern is held, or not implemented."""
-    refused = {
-        "is a hybrid, whose replacement model is": config.mixer is not None,
-        "has attention sinks, whose replacement model is": config.sinks,
-        "has latent attention, whose replacement model is": config.latent is not None,
-        "clips its values (clip_qkv), whose replacement model is": bool(config.clip_qkv),
-        "has gated attention, whose replacement model is": config.attn_gate,
-    }
-    for what, there in refused.items():
-        if there:
-            raise NoGradient(f"This model {what} not implemented. Use patching, or a model with plain attention.")
+    instead = "Use patching, or a model with plain attention."
+    require_handled(config, HANDLED, "The replacement model of an attribution graph", instead, NoGradient)
 
 
 def read_site(block: Block) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.features.weights import FeatureConfig, FeatureWeights
 from replaylens.engine.gradients import replacement
-from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.config import Latent, MixerConfig, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Norm
 from replaylens.engine.model.loading import load
@@ -538,18 +537,19 @@ def test_json_has_what_was_kept() -> None:
     assert weights[first, len(found["nodes"]) - 1] == pytest.approx(graph.all_nodes[-1].value)
 
 
-@pytest.mark.parametrize(("field", "value", "reason"), [("sinks", True, "sinks"), ("clip_qkv", 1.0, "clips its values")])
-def test_unsupported_models_are_named(field: str, value: Any, reason: str) -> None:
-    with pytest.raises(errors.NoGradient, match=reason):
-        rl.attribution_graph(engine(random_model(**{field: value})), PATH, [], (3, 4))
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "sinks=True": dict(sinks=True),
+    "clip_qkv=1.0": dict(clip_qkv=1.0),
+    "attn_gate=True": dict(attn_gate=True),
+    "latent": dict(latent=Latent(rank=14, d_value=5), num_kv_heads=4, rotary_dim=6),
+    "mixer, parts": dict(mixer=MixerConfig("conv", 3, 32), parts=("mixer mlp", "attn mlp")),
+}
 
 
-@pytest.mark.parametrize(("field", "reason"), [("mixer", "hybrid"), ("latent", "latent"), ("attn_gate", "gated attention")])
-def test_unsupported_configs_are_named(field: str, reason: str) -> None:
-    known: dict[str, Any] = dict(mixer=None, sinks=False, latent=None, clip_qkv=0.0, attn_gate=False)
-    replacement.require_linear(SimpleNamespace(**known))  # type: ignore[arg-type]
-    with pytest.raises(errors.NoGradient, match=reason):
-        replacement.require_linear(SimpleNamespace(**known | {field: True}))  # type: ignore[arg-type]
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_unsupported_models_are_named(what: str) -> None:
+    with pytest.raises(errors.NoGradient, match=f"does not handle {what} of this model's config"):
+        rl.attribution_graph(engine(random_model(**UNSUPPORTED[what])), PATH, [], (3, 4))
 
 
 def test_thinking_models_are_named() -> None:

@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, wrapped
-from replaylens.engine.errors import BadMetric, BadRequest
+from replaylens.engine.errors import BadMetric, BadRequest, UnsupportedModel
 from replaylens.engine.gradients.gradients import LogitDifference
+from replaylens.engine.model.config import handled, require_handled
 from replaylens.engine.model.decoder import Attention, Block, LatentAttention, Mlp
 from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.mixers import Mixer
@@ -26,6 +27,19 @@ from replaylens.engine.serving.core import Core
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.probes.report import bars
 from replaylens.workbench.drawing import Grid, Metric, MetricTokens, figure, paragraph, plain, view
+
+HANDLED = handled(
+    ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "
+    "rotary_layers local_rope windows slopes attn_scale scale_by_layer attn_softcap logit_softcap qk_norm qk_norm_kind "
+    "qk_norm_span qk_norm_rotated qkv_bias out_bias mlp_bias gated_mlp activation embed_scale residual_scale logit_scale "
+    "tied_embeddings unembed_bias mixture clip_qkv latent sinks mixer parts attn_gate",
+    Rope="*",
+    Latent="*",
+    MixtureConfig="*",
+    Routing="*",
+    MixerConfig="*",
+)
+"""the wiring that it follows: what parts write is read, however it is computed"""
 
 By = Literal["layer", "head", "neuron"]
 MAX_BARS = 40
@@ -52,7 +66,7 @@ class DlaResult(Citable):
     total: float
     """the logit difference of the model"""
     parts: tuple[LogitPart, ...]
-    """all of them; the last is what rounding to float32 or bfloat16 removed"""
+    """all of them; the last is what rounding to float32 or bfloat16 removed, and no larger than rounding can make it"""
 
     def __repr__(self) -> str:
         lost = self.parts[-1].value
@@ -140,6 +154,9 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
     linear here: the scale that they divide by is held at that of the row, and their weights and biases are included. Of a
     model with a softcap on its logits, what is split is the difference before the softcap. Parts are computed in float64.
 
+    Raises UnsupportedModel for a model whose parts do not add up: what is missing is more than rounding can explain, as where
+    something else writes to the stream.
+
     >>> from replaylens import Engine, dla
     >>> engine = Engine.load("coin-plain")
     >>> found = dla(engine, "A coin's state is heads. Alice flips. What's the state? A:", (" tails", " heads"), by="head")
@@ -159,6 +176,7 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
         )
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(each, str | list | tuple) for each in prompt):
         raise BadRequest(f"{len(prompt)} prompts were given, but dla takes one at a time. Call it for each of them.")
+    require_handled(engine.config, HANDLED, "Direct logit attribution", "Use patching or ablation.", UnsupportedModel)
     measure, read = Metric.of(engine, difference), _Read(engine, by)
     branch = engine.prompt(prompt, sites=list(read.sites), positions="last")
     try:
@@ -171,7 +189,13 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
         branch.release()
     total = float(measure(logits[None]))
     parts = list(read.parts(rows, engine._target(difference.right), engine._target(difference.wrong)))
-    parts.append(LogitPart("rounding", "rounding", None, None, total - math.fsum(part.value for part in parts)))
+    lost = total - math.fsum(part.value for part in parts)
+    if not abs(lost) <= read.bound():
+        raise UnsupportedModel(
+            f"The parts of {measure.name} miss it by {lost:.3g} of {total:.4g}, and rounding can explain {read.bound():.1g} at "
+            "most: this model writes to its stream what no attention, MLP or mixer does. Use patching or ablation."
+        )
+    parts.append(LogitPart("rounding", "rounding", None, None, lost))
     name = measure.name + (", before the softcap" if engine.config.logit_softcap else "")
     return DlaResult(name, by, total, tuple(parts), made_by=(engine.fingerprint,))
 
@@ -182,6 +206,22 @@ class _Read:
     def __init__(self, engine: Core, by: By) -> None:
         self.model, self.by = engine.model, by
         self.blocks = [block for block in engine.model.blocks if isinstance(block, Block)]
+        self._size = self._head_size = 0.0
+        """sums of the sizes of all terms: of what is written to the stream, and of the two logits"""
+
+    def bound(self) -> float:
+        """The most that rounding can remove, after `parts`: each sum of n terms is off by at most n roundings of the sizes of
+        its terms, whatever its order."""
+        config, numbers = self.model.config, torch.finfo(torch.float32).eps
+        stored = torch.finfo(self.model.dtype).eps
+        widest = max(config.d_model, config.d_mlp, config.num_heads * config.d_value, *(_inputs(b) for b in self.blocks))
+        writes = 2 + sum(len(block.writers) + (block.mlp is not None) for block in self.blocks)
+        return (stored * (writes + 4) + numbers * 2 * widest) * self._size + (stored * 2 + numbers * widest) * self._head_size
+
+    def _added(self, row: Tensor, stream: Tensor, reach: Tensor | None = None) -> float:
+        """The part of a row. Mutates: counts its size. `reach`: of the terms that `stream` is the sum of"""
+        self._size += float(row.abs() @ (stream.abs() if reach is None else reach))
+        return float(row @ stream)
 
     @property
     def sites(self) -> Iterator[str]:
@@ -215,10 +255,14 @@ class _Read:
         model, table = self.model, self.model.unembedding.detach()
         scale = model.config.logit_scale
         towards = (_wide(table[right]) - _wide(table[wrong])) * scale  # [d_model]: of the normed stream
-        stream, constant = _before(model.ln_final, rows[self.blocks[-1].out_site], towards)
-        yield LogitPart("embedding", "embedding", None, None, float(rows["embed.hook_out"] @ stream))
+        last = rows[self.blocks[-1].out_site]
+        stream, constant = _before(model.ln_final, last, towards)
+        for token in (right, wrong):
+            one, bias = _before(model.ln_final, last, _wide(table[token]) * scale)
+            self._head_size += float(last.abs() @ one.abs()) + abs(bias)
+        yield LogitPart("embedding", "embedding", None, None, self._added(rows["embed.hook_out"], stream))
         if model.pos_embed is not None:
-            yield LogitPart("positions", "positions", None, None, float(rows["pos_embed.hook_out"] @ stream))
+            yield LogitPart("positions", "positions", None, None, self._added(rows["pos_embed.hook_out"], stream))
         for layer, block in enumerate(self.blocks):
             yield from self._attention(rows, layer, block, stream)
             yield from self._mlp(rows, layer, block, stream)
@@ -231,9 +275,10 @@ class _Read:
             what = "mixer" if part is block.mixer else "attention"
             sites = list(_sites(written, block.ln1_post, part.z_site if self._by_head(part) else None))
             if not self._by_head(part):
-                yield LogitPart(f"L{layer} {what}", what, layer, None, float(rows[sites[0]] @ stream))
+                yield LogitPart(f"L{layer} {what}", what, layer, None, self._added(rows[sites[0]], stream))
                 continue
-            own, constant = _within(part.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
+            own, reach, constant = _within(part.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
+            self._added(rows[sites[0]].flatten(), own, reach)
             each = reduce(rows[sites[0]].flatten() * own, "(heads d) -> heads", "sum", heads=part.heads)
             head, kind = ("M", "mixer head") if part is block.mixer else ("H", "head")
             yield from (LogitPart(f"L{layer}{head}{i}", kind, layer, i, value) for i, value in enumerate(each.tolist()))
@@ -245,9 +290,10 @@ class _Read:
         if block.mlp is None:
             return
         if self.by != "neuron" or not isinstance(block.mlp, Mlp):
-            yield LogitPart(f"L{layer} MLP", "MLP", layer, None, float(rows[sites[0]] @ stream))
+            yield LogitPart(f"L{layer} MLP", "MLP", layer, None, self._added(rows[sites[0]], stream))
             return
-        own, constant = _within(block.mlp.down, block.ln2_post, block.scale, rows[sites[-1]], stream)
+        own, reach, constant = _within(block.mlp.down, block.ln2_post, block.scale, rows[sites[-1]], stream)
+        self._added(rows[sites[0]], own, reach)
         each = (rows[sites[0]] * own).tolist()
         yield from (LogitPart(f"L{layer}N{i}", "neuron", layer, i, value) for i, value in enumerate(each))
         if block.mlp.down.bias is not None or constant:
@@ -265,8 +311,9 @@ def _sites(sites: tuple[str, tuple[str, str, str]], post: Norm | None, inner: st
         yield out
 
 
-def _within(linear: Linear, post: Norm | None, scale: float, out: Tensor, stream: Tensor) -> tuple[Tensor, float]:
-    """A direction of the stream [d_model] as one of the input of a product that writes to it [inputs], and what biases add.
+def _within(linear: Linear, post: Norm | None, scale: float, out: Tensor, stream: Tensor) -> tuple[Tensor, Tensor, float]:
+    """A direction of the stream [d_model] as one of the input of a product that writes to it [inputs], the sums of the sizes of
+    its terms, and what biases add.
 
     out  the product's row, if `post` norms it
     """
@@ -276,7 +323,13 @@ def _within(linear: Linear, post: Norm | None, scale: float, out: Tensor, stream
     stream = stream * scale
     if linear.bias is not None:
         constant += float(_wide(linear.bias) @ stream)
-    return _wide(linear.weight) @ stream, constant
+    weight = _wide(linear.weight)
+    return weight @ stream, weight.abs() @ stream.abs(), constant
+
+
+def _inputs(block: Block) -> int:
+    """The most terms of a product that writes to the stream."""
+    return max((part.o.weight.shape[0] for part, _ in block.writers), default=0)
 
 
 def _before(norm: Norm, row: Tensor, direction: Tensor) -> tuple[Tensor, float]:
