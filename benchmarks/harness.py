@@ -20,6 +20,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -308,6 +309,8 @@ def provenance(written: Sequence[str] = (), portable: bool = False) -> dict[str,
     """
 
     def git(*words: str) -> str:
+        if shutil.which("git") is None:
+            return ""
         return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude){each}" for each in written))

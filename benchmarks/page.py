@@ -76,11 +76,15 @@ class Book:
         return self.files[name]
 
     def rows(self, name: str, case: str | None = None) -> Callable[[str], Row]:
-        """Rows of a file by what they say, or by how that begins. KeyError unless there is exactly one."""
+        """Rows of a file by what they say, or by how that begins. KeyError unless there is exactly one.
+
+        case  those of a case; of a file that has none of it, those that were written before rows named their case
+        """
         body = self.file(name)
+        of = case if self.has(name, case=case) else None
 
         def one(what: str) -> Row:
-            of_case = [row for row in body["rows"] if case in (None, row.get("case"))]
+            of_case = [row for row in body["rows"] if case is None or row.get("case") == of]
             found = [row for row in of_case if row["what"] == what] or [row for row in of_case if row["what"].startswith(what)]
             if len(found) != 1:
                 raise KeyError(f"{name}: {len(found)} rows begin with {what!r}")

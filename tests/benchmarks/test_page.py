@@ -107,6 +107,17 @@ def test_a_source_is_what_the_file_says(tmp_path: Path) -> None:
     assert old.endswith("(commit not on record, arithmetic from before portable-1, z80, 1 thread).*\n")
 
 
+def test_rows_of_a_case_are_preferred_to_older_ones(tmp_path: Path) -> None:
+    """A case that is run again under other words leaves old rows in its file, which are not shown any more."""
+    old, new, other = {"ratio": 1.0}, {"ratio": 2.0, "case": "planted.new"}, {"ratio": 3.0, "case": "planted.other"}
+    found = {}
+    for name, given in (("before", [old, other]), ("after", [old, new, other])):
+        found[name] = planted(tmp_path, *given).rows("planted", "planted.new")("a step").ratio
+    assert found == {"before": 1.0, "after": 2.0}
+    with pytest.raises(KeyError, match="3 rows"):
+        planted(tmp_path, old, new, other).rows("planted")("a step")
+
+
 def test_stricter() -> None:
     assert stricter(">= 2", ">= 1.5") and stricter("<= 1", "<= 1.1") and stricter(">= 8x", ">= 8x")
     assert not stricter(">= 1", ">= 1.5") and not stricter("<= 1", ">= 0.5") and not stricter("verified", "0")

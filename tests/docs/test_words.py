@@ -8,7 +8,6 @@ import ast
 import builtins
 import keyword
 import re
-import subprocess
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -22,6 +21,8 @@ from tests.docs.pages import WORDS
 OTHERS = {word for words in WORDS.values() for word in words}
 ROOMS = ("engine/", "kernels/", "probes/", "tasks/", "src/replaylens/")
 """whose texts are checked, as are the pages"""
+OTHER_ROOMS = ("tests/", "benchmarks/", "studies/", "notebooks/", "docs/", "notes/")
+"""whose definitions and paths count, too"""
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 NAME = re.compile(r"[A-Za-z_]\w*")
 DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
@@ -47,7 +48,7 @@ class Code:
     def __init__(self, sources: dict[str, str], files: Sequence[str], others: str) -> None:
         """
         sources  path -> text, of the Python files of the rooms
-        files    every path of the repository
+        files    every path of the project
         others   the text of Python files elsewhere, whose definitions count
         """
         self.names: dict[str, set[str]] = {}
@@ -220,9 +221,14 @@ def bound(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 @cache
 def code() -> Code:
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
-    mine = [file for file in files if file.endswith(".py") and file.startswith(ROOMS) and (ROOT / file).exists()]
-    others = [file for file in files if file.endswith(".py") and file not in mine and (ROOT / file).is_file()]
+    folders = {*ROOMS, *OTHER_ROOMS}
+    files = [path.name for path in ROOT.iterdir() if path.is_file()]
+    files += [
+        path.relative_to(ROOT).as_posix() for each in sorted(folders) for path in (ROOT / each).rglob("*") if path.is_file()
+    ]
+    files = [file for file in files if "__pycache__" not in file]
+    mine = [file for file in files if file.endswith(".py") and file.startswith(ROOMS)]
+    others = [file for file in files if file.endswith(".py") and file not in mine]
     others.remove("tests/docs/test_words.py")  # whose controls are not there
     return Code(
         {file: (ROOT / file).read_text(encoding="utf-8") for file in mine},
