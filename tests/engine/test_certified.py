@@ -203,6 +203,29 @@ class Certified(RuleBasedStateMachine):
         one.branch.generate(n, sampling=ON, deterministic=False)
         one.path, one.exact = one.branch.tokens, False
 
+    @precondition(lambda self: len(self.open()) > 1)
+    @rule(
+        picked=st.lists(picks, min_size=2, max_size=4),
+        fast=st.lists(st.booleans(), min_size=4, max_size=4),
+        n=st.integers(1, 6),
+        drafter=st.sampled_from(["self", "tree", "ngram"]),
+    )
+    def generate_together(self, picked: list[int], fast: list[bool], n: int, drafter: str) -> None:
+        """Exact and fast requests share steps, and in a small cache take pages from each other."""
+        some = list({id(one): one for one in (self.pick(pick, of=self.open()) for pick in picked)}.values())
+        how = [{"deterministic": False} if each else {"drafter": drafter, "window": 3} for each in fast]
+        before = [
+            self.alone(one).following[:n] if one.exact and not each else None for one, each in zip(some, fast, strict=False)
+        ]
+        streams = [one.branch.stream(n, sampling=ON, keep_pages=True, **each) for one, each in zip(some, how, strict=False)]
+        for stream in streams:
+            list(stream)
+        for one, each, expected in zip(some, fast, before, strict=False):
+            length, one.path = len(one.path), one.branch.tokens
+            assert expected is None or tuple(one.path[length:]) == expected
+            one.exact = one.exact and not each
+            self.note_rejected(one)
+
     @precondition(lambda self: self.open())
     @rule(pick=picks, to=picks, n=st.integers(1, 5))
     def go_back_and_fast(self, pick: int, to: int, n: int) -> None:
