@@ -96,7 +96,7 @@ CHOSEN = "hook_expert_indices"
 """the end of every name of the site with the chosen experts"""
 
 
-def layer_sites(sparse: bool, mixture: bool, norms_late: bool) -> dict[str, tuple[str, str | None]]:
+def layer_sites(sparse: bool, mixture: bool, norms_late: bool = False) -> dict[str, tuple[str, str | None]]:
     """The sites of a layer in the order of a pass: name within the block -> (trailing shape, legacy alias).
 
     sparse      the layer has a mixture of experts
