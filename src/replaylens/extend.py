@@ -125,7 +125,7 @@ def _said(files: str, said: str, name: str) -> Problems:
     config = _config_class(name).__name__.removesuffix("Config") if "{config}" in said else ""
     said = said.format(name=name, config=config)
     found = re.compile(rf"(?<!\w){re.escape(said)}(?![-\w])|{re.escape(config) or '$.'}Config")
-    if not any(found.search((ROOT / file).read_text()) for file in files.split()):
+    if not any(found.search((ROOT / file).read_text(encoding="utf-8")) for file in files.split()):
         yield f"{said} is missing there."
 
 
@@ -139,7 +139,7 @@ def _own(kind: str) -> set[str]:
         case "site":
             return {*LAYER_NAMES, *GLOBAL_SITES}
     file = {"family": "engine/model/families/__init__.py", "estimator": "probes/registry.py"}[kind]
-    text = (ROOT / file).read_text()
+    text = (ROOT / file).read_text(encoding="utf-8")
     return {name for name in (FAMILIES if kind == "family" else ESTIMATORS) if f'"{name}"' in text}
 
 
