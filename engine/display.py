@@ -15,6 +15,7 @@ from unicodedata import category
 from zlib import crc32
 
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.files import write_file
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import SCHEME, Citation, Fingerprint, Identifier, digest_of
 
@@ -63,7 +64,8 @@ def _picture() -> "type[Figure]":
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        """A figure that displays itself, whatever pyplot's backend. Its PNG and SVG files carry their identifier."""
+        """A figure that displays itself, whatever pyplot's backend. Its PNG and SVG files carry their identifier, and replace
+        only files that do."""
 
         source: Callable[[], str] | None = None
         """gives the identifier of the result that it shows"""
@@ -74,15 +76,19 @@ def _picture() -> "type[Figure]":
 
             named = isinstance(fname, str | Path)
             kind = format or (Path(fname).suffix.removeprefix(".").lower() if named else "") or "png"
-            if kind not in _STAMPED:
-                return super().savefig(fname, format=format, metadata=metadata, **options)
             drawn = BytesIO()
+            if kind not in _STAMPED:
+                if not named:
+                    return super().savefig(fname, format=format, metadata=metadata, **options)
+                super().savefig(drawn, format=kind, metadata=metadata, **options)
+                write_file(fname, drawn.getvalue())
+                return None
             plain = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}[kind]
             with matplotlib.rc_context({"svg.hashsalt": "replaylens"}):
                 super().savefig(drawn, format=kind, metadata=plain | (metadata or {}), **options)
             content = stamped(drawn.getvalue(), "" if self.source is None else self.source())
             if named:  # a name without an ending gets one, as in matplotlib
-                Path(fname if Path(fname).suffix else f"{fname}.{kind}").write_bytes(content)
+                write_file(fname if Path(fname).suffix else f"{fname}.{kind}", content, is_stamped)
             else:
                 fname.write(content.decode() if isinstance(fname, TextIOBase) else content)
 
@@ -155,6 +161,11 @@ def stamp_of(content: bytes) -> Stamp | None:
         return _png_stamp(content)
     found = _HTML_STAMP.search(content) or _SVG_STAMP.search(content)
     return None if found is None else _read(found, content[: found.start()] + content[found.end() :])
+
+
+def is_stamped(content: bytes) -> bool:
+    """Whether a file carries a stamp, intact or not: one that we wrote."""
+    return _CHUNK in content or any(stamp.search(content) for stamp in (_HTML_STAMP, _SVG_STAMP))
 
 
 def _png_stamp(content: bytes) -> Stamp | None:

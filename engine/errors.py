@@ -182,8 +182,12 @@ class MixedExperts(UserWarning):
     """The columns of a matrix belong to another expert in each row, so that a probe of them reads a mix of experts."""
 
 
-class UnsealedRollouts(UserWarning):
-    """The plan of a folder of rollouts has no hash, so that a change of it would not be noticed."""
+class Unsealed(UserWarning):
+    """An older version wrote a file without a hash, so that a change of it would not be noticed."""
+
+
+class UnsealedRollouts(Unsealed):
+    """The plan of a folder of rollouts has no hash."""
 
 
 class BadTexts(BadRequest):
@@ -268,8 +272,8 @@ class StoreFailed(EngineError, OSError):
 
 
 class DumpWriteFailed(StoreFailed):
-    """The store of a dump or of rollouts refused a write (disk full, no permission). Complete shards and waves are kept: resume
-    once there is room."""
+    """A disk or a store refused a write (full, no permission). What was there before stays: complete shards, waves and parts of
+    a sweep, from which to resume once there is room, and the older file of the name."""
 
 
 class BadRollouts(EngineError, ValueError):

@@ -1,7 +1,10 @@
 """`LinearProbe`: a fitted direction with its provenance, saved as safetensors and JSON. Loading executes no code."""
 
+import hashlib
 import json
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -10,7 +13,7 @@ import numpy as np
 import pandas as pd
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 from tqdm.auto import tqdm
@@ -19,7 +22,8 @@ from replaylens.engine import records
 from replaylens.engine.dump.maker import ReplayKeywords, plan_of_run
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import FingerprintMismatch
+from replaylens.engine.errors import FingerprintMismatch, Unsealed
+from replaylens.engine.files import saves_of, write_pair
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_path, short_repr, verb
 from replaylens.engine.serving.core import Core
@@ -51,6 +55,8 @@ FORMAT, SCHEMA = "replaylens-probe", 1
 _TENSORS = ("weight", "bias", "means")
 _KINDS: dict[str, Any] = {"cell": tuple[str, int | None], "classes": tuple[str, ...]}
 """fields of the JSON file"""
+_FIELDS = {"format", "schema", "classes", "cell", "roots", "label", "site", "position", "estimator", "source"}
+"""all that an older version wrote"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,13 +165,16 @@ class LinearProbe:
     # ---- on disk ------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
-        """Write PATH.safetensors and PATH.json. Returns the path without a suffix."""
+        """Write PATH.safetensors and PATH.json, which tells its hash and is sealed. Returns the path without a suffix.
+
+        An older probe is replaced by both or by neither; BadRequest if files of these names are none.
+        """
         path = _stem(path)
         make_folder(path.parent)
         tensors = {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in _TENSORS}
         if self.subspace is not None:
             tensors["subspace"] = torch.from_numpy(np.ascontiguousarray(self.subspace))
-        save_file(tensors, path.with_suffix(".safetensors"))
+        body = save(tensors)
         about = {
             "format": FORMAT,
             "schema": SCHEMA,
@@ -173,19 +182,24 @@ class LinearProbe:
             "cell": [self.cell.site, self.cell.layer],
             "roots": list(self.roots),
             **{name: getattr(self, name) for name in ("label", "site", "position", "estimator", "source")},
+            "sha256": hashlib.sha256(body).hexdigest(),
         }
-        path.with_suffix(".json").write_text(json.dumps(about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        about["seal"] = _seal(about)
+        record, data = files_of(path)
+        write_pair(record, json.dumps(about, indent=1, sort_keys=True) + "\n", data, body, is_probe)
         return path
 
     @classmethod
     def load(cls, path: str | Path) -> "LinearProbe":
-        """Read and check a saved probe. Raises BadProbeFile, which says what is wrong."""
+        """Read and check a saved probe. Raises BadProbeFile, which says what is wrong. Warns (Unsealed) of one that an older
+        version wrote without a hash."""
         path = _stem(path)
+        record, _ = files_of(path)
         try:
-            tensors = load_file(path.with_suffix(".safetensors"))
-            raw = records.parse(path.with_suffix(".json").read_bytes(), "its JSON file", BadProbeFile)
+            raw = records.parse(record.read_bytes(), "its JSON file", BadProbeFile)
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}")
+            tensors = load(_sealed(path, raw))
             arrays = {name: tensors[name].numpy() for name in _TENSORS}
             text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
             roots = tuple(map(str, raw.get("roots", ())))  # older files have none
@@ -337,6 +351,44 @@ def coefficients(fitted: Any) -> tuple[np.ndarray, np.ndarray]:
         weight = weight / scaler.scale_
         bias = bias - weight @ scaler.mean_
     return weight, bias
+
+
+def files_of(path: str | Path) -> tuple[Path, Path]:
+    """(JSON file, file of the numbers) of a saved probe."""
+    path = _stem(path)
+    return path.with_suffix(".json"), path.with_suffix(".safetensors")
+
+
+def is_probe(content: bytes) -> bool:
+    """Whether a JSON file is one that `LinearProbe.save` wrote."""
+    try:
+        return bool(json.loads(content)["format"] == FORMAT)
+    except (ValueError, TypeError, KeyError):
+        return False
+
+
+def _seal(about: dict[str, Any]) -> str:
+    return records.digest_of({name: value for name, value in about.items() if name != "seal"})
+
+
+def _sealed(path: Path, about: dict[str, Any]) -> bytes:
+    """The file of numbers that belongs to a record. BadProbeFile if one of the two was changed."""
+    record, data = files_of(path)
+    if "seal" not in about and "sha256" not in about and about.keys() <= _FIELDS:
+        warnings.warn(
+            f"{record} has no hash: an older version wrote it, and a change of it would not be noticed. Save the probe again.",
+            Unsealed,
+            stacklevel=4,
+        )
+        return data.read_bytes()
+    if about.get("seal") != _seal(about):
+        raise BadProbeFile(f"{record.name} was changed after it was written: its seal is broken. Copy it again")
+    for file in saves_of(data):
+        with suppress(FileNotFoundError):
+            if hashlib.sha256(content := file.read_bytes()).hexdigest() == about["sha256"]:
+                return content
+    why = "was changed after it was written: it does not have the SHA-256 of" if data.exists() else "is missing beside"
+    raise BadProbeFile(f"{data.name} {why} {record.name}. Copy both again")
 
 
 def _stem(path: str | Path) -> Path:

@@ -2,8 +2,11 @@
 
 import json
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from replaylens.engine.display import DPI, picture, plain, short, shows, wrapped
-from replaylens.engine.records import Citation, Identifier, digest_of
+from replaylens.engine.display import DPI, is_stamped, picture, plain, short, shows, stamp_of, wrapped
+from replaylens.engine.errors import BadRequest, Unsealed
+from replaylens.engine.files import require_own, write_together
+from replaylens.engine.records import Citation, Identifier, digest_of, parse
 from replaylens.engine.request.values import output_path, short_repr
 from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import BadProbeFile, ProbeError
@@ -284,28 +289,57 @@ class Report:
         }
 
     def save(self, folder: str | Path, figures: bool = True) -> Path:
-        """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder."""
+        """Write report.json, summary.txt, table.csv and PNG figures, over an older report. Returns the folder.
+
+        None of the older files is replaced before all new ones are on the disk. BadRequest or ProbeError, and nothing is
+        written, if one of them is not ours.
+        """
         folder = report_folder(make_folder(folder))
-        (folder / FILE).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        (folder / SUMMARY).write_text(self.text() + "\n", encoding="utf-8")
-        self.table.to_csv(folder / TABLE, index=False)
-        if figures:
-            save_all(self.kind, self.table, folder, self._figure)
+        drawn = draw_all(self.kind, self.table, self._figure) if figures else {}
+        for name in drawn:
+            require_own(folder / name, is_stamped)
+        write_together({folder / name: content for name, content in {**drawn, **self._files()}.items()})
         return folder
+
+    def _files(self) -> dict[str, str]:
+        """The files without figures. The one that is read comes last."""
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
+        return {SUMMARY: self.text() + "\n", TABLE: self.table.to_csv(index=False), FILE: text}
+
+    def strays(self, folder: str | Path) -> tuple[list[str], list[str]]:
+        """(files of the report's folder that are its own, files there that are not): summary and table as this version writes
+        them, and intact figures that name the report. Others are left out."""
+        own, other = [], []
+        files = self._files()
+        for path in sorted(Path(folder).iterdir()):
+            if path.name in (SUMMARY, TABLE):
+                (own if path.read_bytes() == files[path.name].encode() else other).append(path.name)
+            elif _FIGURE.fullmatch(path.name) or path.name == f"{self.kind}.png":
+                (own if _shows(path.read_bytes(), str(Identifier(self.digest))) else other).append(path.name)
+        return own, other
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":
-        """Load a report from its folder or JSON file. Raises BadProbeFile, which says what is wrong."""
+        """Load a report from its folder or JSON file. Raises BadProbeFile, which says what is wrong. Warns (Unsealed) of one
+        without a digest."""
         path = Path(path)
         path = path / FILE if path.is_dir() else path
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = parse(path.read_bytes(), str(path), BadProbeFile)
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
             if wrong := [name for name, kind in _KINDS.items() if not isinstance(raw[name], kind)]:
                 raise BadProbeFile(f"{path} is not a report: {wrong[0]} is {short_repr(raw[wrong[0]])}.")
             found = cls(lines=raw["rows"], **{name: raw[name] for name in _KINDS if name != "rows"})
-            if raw.get("digest", found.digest) != found.digest:  # older reports have none
+            if unknown := sorted(raw.keys() - {*_KINDS, "format", "schema", "summary", "digest"}):
+                raise BadProbeFile(f"{path} was changed: it has an unknown field {short_repr(unknown[0])}. Copy it again.")
+            if "digest" not in raw:
+                warnings.warn(
+                    f"{path} has no digest: an older version wrote it, and a change of it would not be noticed. Save it again.",
+                    Unsealed,
+                    stacklevel=2,
+                )
+            elif raw["digest"] != found.digest:
                 raise BadProbeFile(f"{path} was changed: it does not have its digest. Copy it again, or run the probe again.")
         except BadProbeFile:
             raise
@@ -318,6 +352,9 @@ def report_folder(given: str | Path) -> Path:
     """The folder for a report, which may hold an older one. Makes nothing. BadRequest if it cannot be written, ProbeError if
     it has files of a report's names and no report."""
     folder = output_path(given, folder=True)
+    for path in sorted(folder.glob("*.png")):
+        if _FIGURE.fullmatch(path.name):
+            require_own(path, is_stamped)
     taken = [name for name in (FILE, SUMMARY, TABLE) if (folder / name).exists()]
     try:
         ours = not taken or json.loads((folder / FILE).read_bytes())["format"] == FORMAT
@@ -466,8 +503,21 @@ def bars(table: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def save_all(kind: str, table: pd.DataFrame, folder: Path, named: Callable[[Figure], Figure]) -> list[Path]:
-    """Save every figure of a report of this kind as PNG, named by its source. The files contain no timestamps."""
+_FIGURE = re.compile(r"(heatmap|curves)-.*\.png|(complexity_curve|steer|ablate|interchange)\.png", re.DOTALL)
+"""the names of figures that commands write"""
+
+
+def _shows(content: bytes, source: str) -> bool:
+    """Whether a file is an intact figure of a result."""
+    try:
+        stamp = stamp_of(content)
+    except BadRequest:
+        return False
+    return stamp is not None and stamp.intact and stamp.source == source
+
+
+def draw_all(kind: str, table: pd.DataFrame, named: Callable[[Figure], Figure]) -> dict[str, bytes]:
+    """Every figure of a report of this kind as PNG, by the name of its file. The files contain no timestamps."""
     made = {}
     if kind == "sweep":
         main = table[~table["known_zero"].astype(bool)]
@@ -478,11 +528,11 @@ def save_all(kind: str, table: pd.DataFrame, folder: Path, named: Callable[[Figu
         made[kind] = complexity(table, kind)
     elif "what" in table and table["accuracy"].notna().any():
         made[kind] = bars(table[table["accuracy"].notna()].head(40), kind)
-    paths = []
+    drawn = {}
     for name, figure in made.items():
-        paths.append(folder / f"{name}.png")
-        named(figure).savefig(paths[-1], dpi=DPI)
-    return paths
+        named(figure).savefig(content := BytesIO(), dpi=DPI)
+        drawn[f"{name}.png"] = content.getvalue()
+    return drawn
 
 
 def _narrow(table: pd.DataFrame, label: str | None, estimator: str | None) -> tuple[pd.DataFrame, str]:

@@ -1,11 +1,12 @@
 """`sweep`: probes over sites x layers x positions x labels x estimators, with controls and statistics, in one call."""
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,6 +19,8 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
+from replaylens.engine.files import write_file
+from replaylens.engine.records import digest_of
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int, as_list, short_repr, verb
 from replaylens.engine.terminal import hidden
@@ -26,6 +29,7 @@ from replaylens.probes.checks import folds_and_seed, make_folder, names, once
 from replaylens.probes.controls import CONTROL, LABEL, Goal, goals_at, majority, make_goal, require_same_rows, untrained_rows
 from replaylens.probes.errors import (
     BadPosition,
+    BadProbeFile,
     BadRows,
     MissingLabel,
     OneClass,
@@ -194,48 +198,100 @@ def _say(lines: list[dict[str, Any]], what: str) -> list[str]:
 # `SweepCache`: finished parts of a sweep on disk, so that an interrupted sweep can resume.
 
 _KEY = "sweep.key"
+_PART = re.compile(r"[0-9a-f]{24}\.npz")
+_SEAL = "seal"
 _ARRAYS = tuple(field.name for field in fields(HeldOutPredictions))
+_NULL = ("observed", "drawn", "constant")
+_UNSEALED = {*_ARRAYS, *_NULL, *OnlineCode.FIELDS}
+"""the arrays of parts that older versions wrote"""
+_DELETE = "Delete it, and run the sweep again: it computes this part anew."
+_ROOM = "Finished parts are kept. Make room, and run the same sweep again with the same resume folder (--resume)."
 
 
 class SweepCache:
     """Parts by name. Without a folder nothing is stored. Raises SweepMismatch if the folder belongs to other settings or
-    rows."""
+    rows, BadProbeFile if a file of it was changed."""
 
     def __init__(self, folder: str | Path | None, key: str) -> None:
-        self.folder = None if folder is None else make_folder(folder)
+        self.folder, self.key = None if folder is None else make_folder(folder), key
         if self.folder is None:
             return
         noted = self.folder / _KEY
-        if noted.exists() and noted.read_text(encoding="utf-8") != key:
+        if not noted.exists() or not noted.stat().st_size:  # an older version could leave it empty on a full disk
+            for path in parts_in(self.folder):
+                read_part(path, key)
+            write_file(noted, key, advice=_ROOM)
+        elif key_in(self.folder) != key:
             raise SweepMismatch(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
-        noted.write_text(key, encoding="utf-8")
 
     def get(self, name: str, make: Callable[[], HeldOutPredictions]) -> HeldOutPredictions:
         """The stored predictions of this name, or else newly computed ones.
 
-        What was not fully written, or written by an earlier version without scores, is computed again.
+        What an earlier version wrote, without a hash or without scores, is computed again.
         """
         return HeldOutPredictions(
             **self.arrays(name, lambda: {each: getattr(made, each) for made in [make()] for each in _ARRAYS}, _ARRAYS)
         )
 
     def arrays(self, name: str, make: Callable[[], dict[str, np.ndarray]], expected: Sequence[str]) -> dict[str, np.ndarray]:
-        """The stored arrays of this name, or else newly computed ones, stored before they are returned."""
+        """The stored arrays of this name, or else newly computed ones, stored before they are returned. Raises BadProbeFile
+        if the stored ones were changed."""
         if self.folder is None:
             return make()
         path = self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.npz"
         if path.exists():
-            with np.load(path, allow_pickle=False) as kept:
-                if all(each in kept for each in expected):
-                    return {each: kept[each] for each in expected}
-        made = make()
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            np.savez(file, allow_pickle=False, **{each: made[each] for each in expected})
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
+            kept = read_part(path, self.key)
+            if kept is not None and kept.keys() >= set(expected):
+                return {each: kept[each] for each in expected}
+        made = {each: np.asarray(array) for each, array in make().items() if each in expected}
+        content = BytesIO()
+        np.savez(content, allow_pickle=False, **made, **{_SEAL: np.array(_part_seal(self.key, path.stem, made))})
+        write_file(path, content.getvalue(), advice=_ROOM)
         return made
+
+
+def parts_in(folder: Path) -> list[Path]:
+    """The parts of a sweep's folder."""
+    return sorted(path for path in folder.iterdir() if _PART.fullmatch(path.name))
+
+
+def key_in(folder: Path) -> str:
+    """The key of a sweep's folder. BadProbeFile if the file is damaged."""
+    found = (folder / _KEY).read_text(encoding="utf-8", errors="replace")
+    if not re.fullmatch("[0-9a-f]{64}", found):
+        raise BadProbeFile(f"{folder / _KEY} is damaged: it holds no key. Restore it, or give another folder.")
+    return found
+
+
+def read_part(path: Path, key: str) -> dict[str, np.ndarray] | None:
+    """The arrays of a part of the sweep with this key; None if an older version wrote it, without a hash. BadProbeFile if it
+    was changed after it was written, or is another's."""
+    try:
+        with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as kept:
+            found = {each: kept[each] for each in kept.files}
+    except Exception as error:  # zip, zlib and NumPy each have errors of their own
+        raise BadProbeFile(f"{path} is damaged: {str(error)[:100] or type(error).__name__}. {_DELETE}") from None
+    if (seal := found.pop(_SEAL, None)) is None:
+        if set(found) <= _UNSEALED:
+            return None
+        raise BadProbeFile(f"{path} is damaged: it has arrays that no sweep writes. {_DELETE}")
+    if str(seal) != _part_seal(key, path.stem, found):
+        raise BadProbeFile(f"{path} was changed after it was written, or is of another sweep: its seal is broken. {_DELETE}")
+    return found
+
+
+def _part_seal(key: str, name: str, arrays: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of a part, and of what it is a part of."""
+    parts = [[each, str(x.dtype), list(x.shape), hashlib.sha256(x.tobytes()).hexdigest()] for each, x in sorted(arrays.items())]
+    return digest_of([key, name, parts])
+
+
+def check_parts(folder: Path) -> tuple[int, int]:
+    """(parts of a sweep's folder that have their seal, parts of older versions without one). BadProbeFile for the first one
+    that was changed."""
+    key = key_in(folder)
+    kept = [read_part(path, key) is not None for path in parts_in(folder)]
+    return sum(kept), len(kept) - sum(kept)
 
 
 # ---- sweeping --------------------------------------------------------------------------------------------------------
@@ -448,7 +504,7 @@ class _Sweep:
             place.skipped += why
             if orders is not None:
                 make = partial(self._null, place, batch, estimator, here, orders)
-                place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, ("observed", "drawn", "constant"))))
+                place.add_null(estimator, goal, batch, Null(**parts.arrays(name, make, _NULL)))
 
     def _null(
         self, place: SweepPosition, batch: list[Cell], estimator: str, goal: Goal, orders: np.ndarray

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "src" / "replaylens"
 CORE: tuple[tuple[str, ...], ...] = (
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
-    ("engine/records",),
+    ("engine/files", "engine/records"),
     ("engine/model",),
     ("engine/display", "engine/request", "engine/memory"),
     ("engine/passes",),

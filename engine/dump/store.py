@@ -9,7 +9,6 @@ Every file system raises errors of its own. All of them become StoreFailed, exce
 import hashlib
 import os
 import re
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,8 +20,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import available_protocols, registry
 
 from replaylens.engine.errors import BadDump, BadRequest, DumpWriteFailed, EngineError, StoreFailed
+from replaylens.engine.files import appearing, hidden_name
 
-TEMPORARY = ".tmp"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
 
@@ -222,33 +221,22 @@ class Store:
     def writing(self, name: str) -> Iterator[HashingFile]:
         """A file that appears, complete, when the block ends without an error. Otherwise nothing changes."""
         path = self.path(name)
-        hidden = self._hidden(path) if self.local else path
         try:
-            with self._writable(hidden) as raw, ThreadPoolExecutor(1, "dump-flush") as threads:
-                yield (file := HashingFile(raw, threads if self.local else None))
-                if self.local:
-                    raw.flush()
+            if self.local:
+                with appearing(path) as raw, ThreadPoolExecutor(1, "dump-flush") as threads:
+                    yield (file := HashingFile(raw, threads))
                     file.settle()
-                    os.fsync(raw.fileno())
-            if self.local:
-                os.replace(hidden, path)
-                _sync_folder(self.root)
-        except BaseException as error:
-            if self.local:
-                with suppress(OSError):
-                    os.unlink(hidden)
-            if isinstance(error, OSError) and not isinstance(error, EngineError):
-                folder = isinstance(error, IsADirectoryError)
-                advice = "Move that folder away" if folder else "Make room" if self.local else "Restore the connection"
-                raise DumpWriteFailed(
-                    f"Cannot write {self.url}/{name}: {_said(error)}. The shards written so far are complete. {advice}, and "
-                    f"resume."
-                ) from error
+            else:
+                with self._writable(path) as raw:
+                    yield HashingFile(raw)
+        except EngineError:
             raise
-
-    def _hidden(self, path: str) -> str:
-        """A temporary name that no other writer uses: one that was given up for dead may still write the same file."""
-        return f"{path}.{os.getpid()}-{uuid.uuid4().hex[:8]}{TEMPORARY}"
+        except OSError as error:
+            folder = isinstance(error, IsADirectoryError)
+            advice = "Move that folder away" if folder else "Make room" if self.local else "Restore the connection"
+            raise DumpWriteFailed(
+                f"Cannot write {self.url}/{name}: {_said(error)}. The shards written so far are complete. {advice}, and resume."
+            ) from error
 
     @contextmanager
     def _writable(self, path: str) -> Iterator[Any]:
@@ -259,8 +247,7 @@ class Store:
             yield raw
         except BaseException:
             with suppress(Exception):
-                if not self.local:
-                    raw.discard()
+                raw.discard()
             with suppress(Exception):
                 raw.close()
             raise
@@ -284,7 +271,7 @@ class Store:
             except OSError as error:
                 raise DumpWriteFailed(f"Cannot write {self.url}/{name}: {_said(error)}.") from error
             return True
-        hidden = self._hidden(path)
+        hidden = hidden_name(path)
         try:
             Path(hidden).write_bytes(data)
             os.link(hidden, path)
@@ -344,12 +331,3 @@ def _said(error: Exception) -> str:
     if isinstance(error, OSError) and (error.strerror or type(error) is OSError):
         return (error.strerror or str(error)).rstrip(".")
     return f"{type(error).__name__}: {str(error)[:300]}".rstrip(". ")
-
-
-def _sync_folder(path: str) -> None:
-    """Flush the folder to the disk, which makes a rename durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

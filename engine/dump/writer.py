@@ -52,8 +52,9 @@ from replaylens.engine.dump.manifest import (
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.shard import write_shard
-from replaylens.engine.dump.store import TEMPORARY, Store
+from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, NotCaptured, ReplayMismatch, UnfinishedDump
+from replaylens.engine.files import TEMPORARY
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.terminal import hidden
 

@@ -15,10 +15,11 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadWeights, FingerprintMismatch
+from replaylens.engine.files import saves_of, write_pair
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -77,26 +78,33 @@ class TunedLens:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write the weights, and next to them a JSON file with their digest and the hash of their unembedding."""
+        """Write the weights, and next to them a JSON file with their digest and the hash of their unembedding. An older lens is
+        replaced by both or by neither; BadRequest if files of these names are none."""
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()}, path)
-        path.with_suffix(".json").write_text(
-            json.dumps({"format": 1, "unembed": self.unembed, "digest": self.digest}) + "\n", encoding="utf-8"
-        )
+        record = path.with_suffix(".json")
+        about = json.dumps({"format": 1, "unembed": self.unembed, "digest": self.digest}) + "\n"
+        tensors = save({"weight": self.weight.contiguous(), "bias": self.bias.contiguous()})
+        write_pair(record, about, path, tensors, _is_lens)
 
     @classmethod
     def load(cls, path: str | Path) -> "TunedLens":
         """Read a saved lens. Raises BadWeights if the two files are unreadable or do not match."""
         path = as_path("path", path)
-        try:
-            tensors, content = load_file(path), path.with_suffix(".json").read_bytes()
-            weight, bias = tensors["weight"], tensors["bias"]
-        except (OSError, KeyError, SafetensorError) as e:
-            raise BadWeights(f"{path} is not a tuned lens: {e}. Check the path, or save the lens again.") from e
-        about = read_record(_LensFile, content, str(path.with_suffix(".json")), BadWeights)
-        lens = cls(weight, bias, about.unembed)
-        if lens.digest != about.digest:
+        record, problem = path.with_suffix(".json"), None
+        for file in saves_of(path):
+            try:
+                tensors, content = load_file(file), record.read_bytes()
+                weight, bias = tensors["weight"], tensors["bias"]
+            except (OSError, KeyError, SafetensorError) as e:
+                problem = problem or e
+                continue
+            about = read_record(_LensFile, content, str(record), BadWeights)
+            lens = cls(weight, bias, about.unembed)
+            if lens.digest == about.digest:
+                break
+        else:
+            if problem is not None:
+                raise BadWeights(f"{path} is not a tuned lens: {problem}. Check the path, or save the lens again.") from problem
             raise BadWeights(f"The weights in {path} do not match the digest in its JSON file. Save the lens again.")
         shapes = weight.dim() == 3 and bias.shape == weight.shape[:2] and weight.shape[1] == weight.shape[2]
         if not shapes or not all(x.is_floating_point() and bool(x.isfinite().all()) for x in (weight, bias)):
@@ -104,6 +112,14 @@ class TunedLens:
                 f"The tuned lens in {path} needs finite weights [layers, d, d] and biases [layers, d]. Train it again."
             )
         return lens
+
+
+def _is_lens(content: bytes) -> bool:
+    """Whether a JSON file is one that `TunedLens.save` wrote, of any format."""
+    try:
+        return {"format", "unembed", "digest"} <= set(json.loads(content))
+    except (ValueError, TypeError):
+        return False
 
 
 def unembed_hash(model: Decoder) -> str:

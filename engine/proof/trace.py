@@ -20,6 +20,7 @@ from torch import nn
 
 import replaylens
 from replaylens.engine.errors import BadTrace, FingerprintMismatch
+from replaylens.engine.files import write_file
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import weights_hash
@@ -222,10 +223,10 @@ class Trace:
         self.events.append({"event": event, **details})
 
     def save(self, path: str | Path) -> None:
-        """Write the trace. Equal traces give equal bytes."""
+        """Write the trace, as a whole or not at all, over an older trace only. Equal traces give equal bytes."""
         head = {"format": FORMAT, "fingerprint": self.fingerprint.parts()}
         body = "".join(_line(x) for x in [head, *self.events]).encode()
-        Path(path).write_bytes(body + _line(_closing(len(self.events), body)).encode())
+        write_file(path, body + _line(_closing(len(self.events), body)).encode(), _is_trace)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -249,6 +250,11 @@ class Trace:
         """Raise FingerprintMismatch if the trace is from another model, device or version: its bits cannot be reproduced."""
         if differences := fingerprint.differences(self.fingerprint):
             raise FingerprintMismatch(f"The trace was recorded under another fingerprint: {'; '.join(differences)}.")
+
+
+def _is_trace(content: bytes) -> bool:
+    """Whether a file begins as `Trace.save` writes it, of any format."""
+    return content.startswith(b'{"fingerprint":{') and b'"format":' in content.split(b"\n", 1)[0]
 
 
 def path_digest(tokens: Sequence[int]) -> str:

@@ -33,6 +33,7 @@ from replaylens.engine.errors import (
     UnknownSite,
     UnsealedRollouts,
 )
+from replaylens.engine.files import appearing
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
 from replaylens.engine.request.values import hides
@@ -392,20 +393,13 @@ def _written(file: Path, content: Sequence[Any]) -> bool:
     """Whether the file was written; False if its part was removed meanwhile. DumpWriteFailed if the disk refuses it."""
     part = file.with_name(f"{file.name}.{uuid4().hex}.part")
     try:
-        with open(part, "wb") as opened:
+        with appearing(file, part) as opened:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(opened, fcntl.LOCK_EX)
             opened.writelines(content)
-            opened.flush()
-            os.fsync(opened.fileno())
-            try:
-                os.replace(part, file)
-            except FileNotFoundError:
-                return False
-    except BaseException as error:
-        part.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and file.parent.is_dir():
+            return False
         raise DumpWriteFailed(
             f"Cannot write {file}: {error.strerror or error}. Finished waves are kept. Make room, and resume by the same call."
         ) from error

@@ -63,7 +63,9 @@ def replay(
     The prompt is blue, what the model wrote is green. A red bracket is a rejected draft; it follows the token that was
     committed in its place.
     """
+    from replaylens.engine.display import is_stamped
     from replaylens.engine.engine import Engine
+    from replaylens.engine.files import write_file
     from replaylens.engine.replay.run import Run
     from replaylens.engine.request.sampling import Sampling
 
@@ -85,7 +87,7 @@ def replay(
         assert isinstance(run, Run)
         if target is not None:
             told = run.most_telling()
-            target.write_text(told.board(), encoding="utf-8")
+            write_file(target, told.board(), is_stamped)
     if as_json:
         shown = {"accuracy": run.accuracy, "acceptance": None if run.acceptance != run.acceptance else run.acceptance}
         typer.echo(json.dumps({**shown, "examples": [_record(engine, result) for result in run]}, indent=1))
@@ -101,12 +103,16 @@ def replay(
 
 
 def board_file(path: str) -> Path:
-    """The path to write a board to; BadRequest unless it names an SVG file that can be written, in a folder that exists."""
+    """The path to write a board to; BadRequest unless it names an SVG file that can be written, in a folder that exists, and
+    that is a board or new."""
+    from replaylens.engine.display import is_stamped
+    from replaylens.engine.files import require_own
     from replaylens.engine.request.values import output_path
 
     target = output_path(path)
     if target.suffix != ".svg" or target.is_dir() or not target.parent.is_dir():
         raise BadRequest(f"Cannot write a board to {path}. Name an SVG file in an existing folder, such as board.svg.")
+    require_own(target, is_stamped)
     return target
 
 

@@ -6,8 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.display import visible, word
+from replaylens.engine.display import is_stamped, visible, word
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.files import write_together
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, BranchRecord, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Trace, path_digest
@@ -78,12 +79,10 @@ class Timeline:
         return draw.document(list(frames or self.first(*(phase for phase in Phase if phase not in hidden))), self.capacity)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write every frame as an SVG file; returns the paths."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        files = [Path(folder) / f"{i:03d}-{frame.phase.value}.svg" for i, frame in enumerate(self.frames)]
-        for file, frame in zip(files, self.frames, strict=True):
-            file.write_text(self.still(frame), encoding="utf-8")
-        return files
+        """Write every frame as an SVG file, over older boards only; returns the paths."""
+        files = {Path(folder) / f"{i:03d}-{frame.phase.value}.svg": self.still(frame) for i, frame in enumerate(self.frames)}
+        write_together(files, is_stamped)
+        return list(files)
 
     def __str__(self) -> str:
         return "\n".join(line.plain for line in draw.frame_lines(list(self.frames)))

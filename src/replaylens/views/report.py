@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
-from uuid import uuid4
 
 from markupsafe import Markup
 from tqdm.auto import tqdm
@@ -17,6 +15,7 @@ from tqdm.auto import tqdm
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.files import require_own, write_file
 from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.request.values import output_path, verb
 from replaylens.engine.terminal import hidden
@@ -77,17 +76,8 @@ class ReportPage:
         return replace(self, results=(*self.results, *results))
 
     def save(self, path: str | Path, progress: bool = False) -> Path:
-        """Write the page under a temporary name, then rename it."""
-        target = page_file(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        waiting = target.with_name(f"{target.name}.{uuid4().hex}.tmp")
-        text = self.html(progress)
-        try:
-            waiting.write_text(text, encoding="utf-8")
-            os.replace(waiting, target)
-        finally:
-            waiting.unlink(missing_ok=True)
-        return target
+        """Write the page, as a whole or not at all, over an older page only."""
+        return write_file(page_file(path), self.html(progress), is_page)
 
     def html(self, progress: bool = False) -> str:
         """The page. Equal dumps, reports and verdicts give equal bytes."""
@@ -160,11 +150,13 @@ def page_file(path: str | Path) -> Path:
     target = output_path(path)
     if not target.name or target.is_dir():
         raise BadRequest(f"{path} is a folder. Name the file to write, such as {target / 'report.html'}.")
-    if target.is_file() and target.stat().st_size:
-        with target.open("rb") as file:
-            if f'content="{page.MADE_BY}'.encode() not in file.read(4096):
-                raise BadRequest(f"{path} is a file that replaylens did not write. Name another file.")
+    require_own(target, is_page)
     return target
+
+
+def is_page(content: bytes) -> bool:
+    """Whether a file is one of our pages."""
+    return f'content="{page.MADE_BY}'.encode() in content[:4096]
 
 
 def _about_dump(wanted: ReportPage, dump: Dump, progress: bool) -> tuple[list[page.Section], Markup, list[str]]:

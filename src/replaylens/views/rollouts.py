@@ -8,7 +8,6 @@ each different unit once, which the page unpacks on the first click.
 import base64
 import gzip
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,9 @@ import numpy as np
 from markupsafe import Markup
 from scipy import stats
 
-from replaylens.engine.display import visible
+from replaylens.engine.display import is_stamped, visible
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.files import write_file
 from replaylens.views.html import asset, join, script, style, tag
 from replaylens.views.page import document
 
@@ -167,15 +167,11 @@ class RolloutTree:
         return join([style(), rollout_style(), tag("div", self.draw(), class_="rl-view"), script(), rollout_script()])
 
     def save(self, path: str | Path) -> Path:
-        """Write one HTML file, under a temporary name first. Equal rollouts give equal bytes."""
+        """Write one HTML file, as a whole or not at all, over an older one only. Equal rollouts give equal bytes."""
         target = Path(path)
         if not target.name or target.is_dir():
             raise BadRequest(f"{path} is a folder. Name the file to write, such as {target / 'tree.html'}.")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        waiting = target.with_name(target.name + ".tmp")
-        waiting.write_text(_page(self), encoding="utf-8")
-        os.replace(waiting, target)
-        return target
+        return write_file(target, _page(self), is_stamped)
 
     def counts(self) -> np.ndarray:
         """int64 [forks, outcomes]"""

@@ -452,21 +452,24 @@ def test_scores_rank_as_scikit_learn(name: str, classes: int) -> None:
         assert np.mean(pairs == np.sign(np.subtract.outer(theirs[:, column], theirs[:, column]))) > 0.999
 
 
+KEY = "0" * 64
+
+
 def test_parts_keep_scores_and_replace_old_files(tmp_path: Path) -> None:
     """A part is read back with every array. One without scores, of an earlier version, is computed again."""
     x, goal, train = planted(3)
     made = held_out("ridge", x, [goal], train, ~train)
-    SweepCache(tmp_path, "key").get("part", lambda: made)
+    SweepCache(tmp_path, KEY).get("part", lambda: made)
 
     def never() -> HeldOutPredictions:
         raise AssertionError("the part is stored")
 
-    kept = SweepCache(tmp_path, "key").get("part", never)
+    kept = SweepCache(tmp_path, KEY).get("part", never)
     assert np.array_equal(kept.score, made.score, equal_nan=True) and np.array_equal(kept.predicted, made.predicted)
     (file,) = tmp_path.glob("*.npz")
     np.savez(file, predicted=made.predicted, log_loss=made.log_loss, confidence=made.confidence)
-    again = SweepCache(tmp_path, "key").get("part", lambda: made)
-    assert again.score is made.score and SweepCache(tmp_path, "key").get("part", never).score.shape == made.score.shape
+    again = SweepCache(tmp_path, KEY).get("part", lambda: made)
+    assert again.score is made.score and SweepCache(tmp_path, KEY).get("part", never).score.shape == made.score.shape
 
 
 def answers(classes: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
