@@ -119,6 +119,11 @@ class Fingerprint:
         return set(vars(self)) - free
 
     @property
+    def unbound(self) -> set[str]:
+        """The parts that no result shows."""
+        return set(vars(self)) - self._binding
+
+    @property
     def arithmetic(self) -> str:
         """The arithmetic, and what else its bits are bound to: nothing, a kind of GPU, or, before `portable-1`, a processor."""
         if self.canonical.startswith("portable"):

@@ -363,7 +363,7 @@ def is_probe(content: bytes) -> bool:
     """Whether a JSON file is one that `LinearProbe.save` wrote."""
     try:
         return bool(json.loads(content)["format"] == FORMAT)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return False
 
 

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from replaylens.engine.display import DPI, is_stamped, picture, plain, short, shows, stamp_of, wrapped
 from replaylens.engine.errors import BadRequest, Unsealed
 from replaylens.engine.files import require_own, write_together
-from replaylens.engine.records import Citation, Identifier, digest_of, parse
+from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.request.values import output_path, short_repr
 from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import BadProbeFile, ProbeError
@@ -325,7 +325,7 @@ class Report:
         path = Path(path)
         path = path / FILE if path.is_dir() else path
         try:
-            raw = parse(path.read_bytes(), str(path), BadProbeFile)
+            raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
             if wrong := [name for name, kind in _KINDS.items() if not isinstance(raw[name], kind)]:

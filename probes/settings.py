@@ -128,6 +128,7 @@ def _is_there(device: str) -> bool:
 # The splits of a sweep: by name, as in its settings, or by a caller's function.
 
 MakeSplit = Callable[[ProbeRows], Split]
+NAMED_SPLITS = ("root", "length", "depth", "accepted-rejected", "rejected-accepted", "part")
 NEEDS_BOTH = ("accepted-rejected", "rejected-accepted", "depth")
 """splits that need accepted and rejected rows"""
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -20,7 +20,6 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
 from replaylens.engine.files import write_file
-from replaylens.engine.records import digest_of
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int, as_list, short_repr, verb
 from replaylens.engine.terminal import hidden
@@ -45,7 +44,7 @@ from replaylens.probes.permutations import EXCHANGED, Null, exchanged_share, why
 from replaylens.probes.positions import Position, PositionFunction
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import LATER, Cell, ProbeRows
-from replaylens.probes.settings import NEEDS_BOTH, MakeSplit, SweepKeywords, SweepSettings, own_split, splitter
+from replaylens.probes.settings import NAMED_SPLITS, NEEDS_BOTH, MakeSplit, SweepKeywords, SweepSettings, own_split, splitter
 from replaylens.probes.solvers import Solution, one_hot, solve_path
 from replaylens.probes.splits import Split, by_root
 from replaylens.probes.tabulate import SweepPosition, tabulate
@@ -194,16 +193,38 @@ def _say(lines: list[dict[str, Any]], what: str) -> list[str]:
     return [f"{first}, complexity {100 * best['complexity']:.1f} %.", second]
 
 
+# ---- again -----------------------------------------------------------------------------------------------------------
+# The call that a report tells of, made once more: what `replaylens verify` compares a report with.
+
+
+def again(report: Report, dump: Dump) -> Report | str:
+    """The report of the call that a report tells of, on a dump. In words: why the call cannot be made from its settings."""
+    if report.source.get("rows") != len(dump):
+        return f"it has {report.source.get('rows')} rows, the dump {len(dump)}: it was made from a view of the dump"
+    settings = dict(report.settings)
+    if report.kind == KIND:
+        cell = {name: report.lines[0][name] for name in ("site", "layer")}
+        return complexity_curve(dump, settings.pop("label"), **cell, **settings)
+    if report.kind != "sweep":
+        return f"a {report.kind} report tells results of a model or of other inputs, which its settings do not hold"
+    if settings.pop("untrained"):
+        return "it compares with an untrained model"
+    if settings["groups"] == GIVEN:
+        return "it has groups that were given as values"
+    if settings["split"].partition(":")[0] not in NAMED_SPLITS:
+        return f"its split {short_repr(settings['split'])} is a function"
+    return sweep(dump, settings.pop("labels"), **settings)
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 # `SweepCache`: finished parts of a sweep on disk, so that an interrupted sweep can resume.
 
 _KEY = "sweep.key"
 _PART = re.compile(r"[0-9a-f]{24}\.npz")
-_SEAL = "seal"
+_SEAL, _END = 2 + 64, b"PK\5\6"
+"""bytes of a seal with its length; what the last record of a zip file begins with, 22 bytes from its end if it is unsealed"""
 _ARRAYS = tuple(field.name for field in fields(HeldOutPredictions))
 _NULL = ("observed", "drawn", "constant")
-_UNSEALED = {*_ARRAYS, *_NULL, *OnlineCode.FIELDS}
-"""the arrays of parts that older versions wrote"""
 _DELETE = "Delete it, and run the sweep again: it computes this part anew."
 _ROOM = "Finished parts are kept. Make room, and run the same sweep again with the same resume folder (--resume)."
 
@@ -245,8 +266,8 @@ class SweepCache:
                 return {each: kept[each] for each in expected}
         made = {each: np.asarray(array) for each, array in make().items() if each in expected}
         content = BytesIO()
-        np.savez(content, allow_pickle=False, **made, **{_SEAL: np.array(_part_seal(self.key, path.stem, made))})
-        write_file(path, content.getvalue(), advice=_ROOM)
+        np.savez(content, allow_pickle=False, **made)
+        write_file(path, _sealed(content.getvalue(), self.key, path.stem), advice=_ROOM)
         return made
 
 
@@ -267,23 +288,23 @@ def read_part(path: Path, key: str) -> dict[str, np.ndarray] | None:
     """The arrays of a part of the sweep with this key; None if an older version wrote it, without a hash. BadProbeFile if it
     was changed after it was written, or is another's."""
     try:
-        with np.load(BytesIO(path.read_bytes()), allow_pickle=False) as kept:
-            found = {each: kept[each] for each in kept.files}
-    except Exception as error:  # zip, zlib and NumPy each have errors of their own
-        raise BadProbeFile(f"{path} is damaged: {str(error)[:100] or type(error).__name__}. {_DELETE}") from None
-    if (seal := found.pop(_SEAL, None)) is None:
-        if set(found) <= _UNSEALED:
-            return None
-        raise BadProbeFile(f"{path} is damaged: it has arrays that no sweep writes. {_DELETE}")
-    if str(seal) != _part_seal(key, path.stem, found):
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadProbeFile(f"{path} cannot be read: {error.strerror}. {_DELETE}") from None
+    end = len(content) - _SEAL
+    if content[-22:].startswith(_END) and content.endswith(b"\0\0"):
+        return None
+    body = content[:end] + b"\0\0"
+    if not body[-22:].startswith(_END) or content != _sealed(body, key, path.stem):
         raise BadProbeFile(f"{path} was changed after it was written, or is of another sweep: its seal is broken. {_DELETE}")
-    return found
+    with np.load(BytesIO(body), allow_pickle=False) as kept:
+        return {each: kept[each] for each in kept.files}
 
 
-def _part_seal(key: str, name: str, arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of a part, and of what it is a part of."""
-    parts = [[each, str(x.dtype), list(x.shape), hashlib.sha256(x.tobytes()).hexdigest()] for each, x in sorted(arrays.items())]
-    return digest_of([key, name, parts])
+def _sealed(body: bytes, key: str, name: str) -> bytes:
+    """An archive with the SHA-256 of itself, and of what it is a part of, in its comment, which is the end of a zip file."""
+    told = hashlib.sha256(f"{key} {name} ".encode() + body).hexdigest().encode()
+    return body[:-2] + len(told).to_bytes(2, "little") + told
 
 
 def check_parts(folder: Path) -> tuple[int, int]:

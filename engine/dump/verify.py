@@ -106,6 +106,10 @@ class Verification:
     """number of examples in the dump; 0 if none was replayed"""
     of_rows: int = 0
     """number of rows in the dump; 0 if none was compared"""
+    reproduced: tuple[str, ...] = ()
+    """parts of the plan by which the replay computed the rows that were compared"""
+    trusted: tuple[str, ...] = ()
+    """parts of dump and plan that no row shows, and why: the dump's word is taken for them"""
 
     def __bool__(self) -> bool:
         return self.status == VERIFIED
@@ -116,7 +120,9 @@ class Verification:
             examples = f"{self.examples} of {self.of_examples} examples replayed"
             rows = f"{self.rows} of {self.of_rows} rows compared"
         head = f"{self.status}: {examples}, {rows}"
-        return "\n".join([head, *self.problems, *([str(self.difference)] if self.difference else []), *self.notes])
+        told = [f"reproduced: {', '.join(self.reproduced)}"] if self.reproduced else []
+        told += [f"taken on trust: {each}" for each in self.trusted]
+        return "\n".join([head, *self.problems, *([str(self.difference)] if self.difference else []), *self.notes, *told])
 
 
 def verify(
@@ -268,7 +274,7 @@ class _Replay:
 
     def run(self, examples: list[int], progress: bool, drawn: _Rows | None = None) -> Verification:
         """Replay some examples, and compare all their rows, or those drawn."""
-        rows = 0
+        rows = rejected = 0
         by_shard = self.dump.files.by_shard(examples)
         with tqdm(total=len(examples), unit="example", desc="replay", disable=hidden(progress)) as bar:
             for number, some in by_shard.items():
@@ -278,11 +284,33 @@ class _Replay:
                     stored = stored.accepted()
                 made = self.maker.rows_of(some, bar.update, self._with_stored_branches(content.index))
                 rows += len(stored)
+                rejected += len(stored) - count_accepted(stored.index)
                 described = self.dump.manifest.sites
                 if found := first_difference(stored, made) or sites_differ(described, self.maker.sites(made)):
                     return Verification(MISMATCH, ("replay and dump differ:",), found, bar.n, rows)
         note = "skipped rejected rows: their drafter is not available, and the dump does not hold their full paths"
-        return Verification(VERIFIED, (), None, len(examples), rows, (note,) if self.accepted_only else ())
+        notes = (note,) if self.accepted_only else ()
+        reproduced, trusted = self._told(rows, rejected)
+        return Verification(VERIFIED, (), None, len(examples), rows, notes, reproduced=reproduced, trusted=trusted)
+
+    def _told(self, rows: int, rejected: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What a replay without a difference reproduced, and what it did not. Drafts show in rejected rows alone."""
+        plan, manifest = self.dump.manifest.plan, self.dump.manifest
+        drafts = ("drafter", "drafter_settings", "window")
+        if rejected and self.same_drafter:
+            why = None
+        elif not rejected:
+            why = "no row that was compared was rejected, and accepted rows do not depend on them"
+        else:
+            why = f"the drafter {plan.drafter} was not run: rejected rows were computed from their stored tokens"
+        skipped = {"examples_per_shard", "selector", "encoders", *(() if why is None else (*drafts, "rejected"))}
+        names = [name for name, value in vars(plan).items() if name not in skipped and value not in (None, ())]
+        trusted = [] if why is None else [f"{', '.join(drafts)} of the plan, and that there were no other drafts: {why}"]
+        if rows < manifest.rows:
+            trusted.append(f"{manifest.rows - rows} of {manifest.rows} rows: only their hashes were checked")
+        if free := sorted(manifest.fingerprint.unbound):
+            trusted.append(f"{', '.join(free)} of the fingerprint: results do not depend on them")
+        return tuple(names), tuple(trusted)
 
     def _with_stored_branches(self, index: pa.Table) -> Callable[[Result], Result]:
         """If drafts are not reproducible, take the rejected paths from the dump's index and recompute their rows."""

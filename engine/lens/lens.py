@@ -118,7 +118,7 @@ def _is_lens(content: bytes) -> bool:
     """Whether a JSON file is one that `TunedLens.save` wrote, of any format."""
     try:
         return {"format", "unembed", "digest"} <= set(json.loads(content))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return False
 
 

@@ -41,7 +41,7 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import reporting, size
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.errors import BadRequest, BadRollouts
+from replaylens.engine.errors import BadRequest, BadRollouts, BadWeights
 from replaylens.engine.records import DTYPES, SCHEME, Identifier
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _part(given: str | None) -> tuple[int, int]:
 
 
 def verify(
-    what: Annotated[str, typer.Argument(help="A dump, rollouts, a report or a figure; or its replaylens:sha256: identifier.")],
+    what: Annotated[str, typer.Argument(help="A file or folder that replaylens wrote; or its replaylens:sha256: identifier.")],
     model: MakerOption = None,
     device: DeviceOption = "cpu",
     dtype: MakerDtypeOption = None,
@@ -268,7 +268,8 @@ def verify(
     ] = "all",
     every: Annotated[bool, typer.Option("--all", help="Replay every example, the default.")] = False,
     where: Annotated[
-        list[str] | None, typer.Option("--in", help="Folders to look for an identifier in.  [default: this folder]")
+        list[str] | None,
+        typer.Option("--in", help="Folders with the result, or with a report's dump.  [default: this one]"),
     ] = None,
     task: DumpTaskOption = None,
     features: FeaturesOption = None,
@@ -277,8 +278,8 @@ def verify(
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. For a
-    report or a figure, only the digest is checked."""
+    """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. A report is
+    computed again from its dump, if that is there. Of figures, saved probes and parts of a sweep, the hashes are checked."""
     from replaylens.commands.cited import CitedFile, find, kind_of
     from replaylens.engine.dump.reader import Dump
     from replaylens.engine.dump.verify import OTHER, VERIFIED
@@ -289,13 +290,13 @@ def verify(
         if every and sample != "all":
             raise BadRequest(f"--all and --sample {sample} contradict each other. Give one of them.")
         drawn = _sample(sample)
-        if where is not None and not what.startswith(SCHEME):
-            raise BadRequest(f"--in says where to look for an identifier, and {what} is a path. Leave it out.")
         wanted = Identifier.parse(what) if what.startswith(SCHEME) else None
         found = CitedFile(kind_of(what), what) if wanted is None else find(wanted, where or ["."])
+        if where is not None and wanted is None and found.kind != "report":
+            raise BadRequest(f"--in says where to look for an identifier, and {what} is a path. Leave it out.")
         verdict: Verification | Checked
-        if found.kind in ("figure", "report", "rollouts"):
-            verdict = _checked(found, lambda: _drawer(found.path, model, device, dtype), drawn, seed)
+        if found.kind not in ("dump", "row"):
+            verdict = _checked(found, lambda: _drawer(found.path, model, device, dtype), drawn, seed, where or ["."])
         else:
             know_task(task, found.path)
             dump = Dump.open(found.path, check_files=False)
@@ -311,17 +312,25 @@ def verify(
     raise typer.Exit({VERIFIED: 0, OTHER: 2}.get(verdict.status, 1))
 
 
-def _checked(found: CitedFile, drawer: Callable[[], Engine], sample: int | float | str, seed: int) -> Checked:
-    """The verdict on a figure, a report or rollouts. Damaged files are a mismatch, as those of a dump are."""
-    from replaylens.commands.cited import Checked, check_figure, check_report, check_rollouts
+def _checked(
+    found: CitedFile, drawer: Callable[[], Engine], sample: int | float | str, seed: int, folders: list[str]
+) -> Checked:
+    """The verdict on anything but a dump. Damaged files are a mismatch, as those of a dump are."""
+    from replaylens.commands.cited import Checked, check_figure, check_report, check_rollouts, check_saved, check_sweep
     from replaylens.engine.dump.verify import MISMATCH
     from replaylens.probes.errors import BadProbeFile
 
     try:
         if found.kind == "figure":
             return check_figure(found.path)
-        return check_report(found.path) if found.kind == "report" else check_rollouts(found.path, drawer(), sample, seed)
-    except (BadRollouts, BadProbeFile) as error:
+        if found.kind == "report":
+            return check_report(found.path, folders)
+        if found.kind == "sweep":
+            return check_sweep(found.path)
+        if found.kind in ("probe", "lens"):
+            return check_saved(found.path, found.kind)
+        return check_rollouts(found.path, drawer(), sample, seed)
+    except (BadRollouts, BadProbeFile, BadWeights) as error:
         if found.kind == "report" and "was changed" not in str(error):  # it is none
             raise
         return Checked(MISMATCH, found.kind, found.path, (str(error),))

@@ -100,6 +100,8 @@ def probe(
 
         _check_outputs(out, save_probes)
         found = _open(path, check, task)
+        if save_probes is not None:
+            _refuse_foreign_probes(Path(save_probes), found.labels if "state" in _words(label) else _words(label))
         options = SweepKeywords(folds=folds, permutations=permutations, metric=metric, branches=branches, controls=controls)
         options |= SweepKeywords(code_length=code_length, precision=precision, device=device, seed=seed)
         options |= SweepKeywords(layers=None if layers is None else _numbers(layers), residualise=_words(residualise))
@@ -226,6 +228,15 @@ def _check_outputs(report: str | None, probes: str | None = None) -> None:
         report_folder(report)
     if probes is not None:
         output_path(probes, folder=True)
+
+
+def _refuse_foreign_probes(folder: Path, labels: Sequence[str]) -> None:
+    """Raise BadRequest before the work if a probe of one of these labels would replace a file of somebody else."""
+    from replaylens.engine.files import require_own_pair
+    from replaylens.probes.probe import files_of, is_probe
+
+    for label in labels:
+        require_own_pair(*files_of(folder / label), is_probe)
 
 
 def _tell(report: Report, out: str | None, as_json: bool) -> None:

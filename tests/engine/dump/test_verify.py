@@ -1,9 +1,10 @@
 """`verify` finds every tampering and claims no mismatch if it cannot decide. `diff` names the first differing row."""
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,35 @@ def test_a_sample_of_rows(engine: Engine, reference: Dump) -> None:
     """As many rows as asked for, of many examples, accepted and rejected ones; the verdict says how many of how many."""
     some, total = verify(reference.url, engine, sample=30), reference.manifest.rows
     assert some and (some.rows, some.of_rows, some.of_examples) == (30, total, EXAMPLES) and some.examples > 2
-    assert str(some) == f"verified: {some.examples} of {EXAMPLES} examples replayed, 30 of {total} rows compared"
+    said, *told = str(some).splitlines()
+    assert said == f"verified: {some.examples} of {EXAMPLES} examples replayed, 30 of {total} rows compared"
+    assert f"taken on trust: {total - 30} of {total} rows: only their hashes were checked" in told
     assert verify(reference.url, engine, sample=np.int64(1)).rows == 1
     every = verify(reference.url, engine, sample=total + 1)
     assert (every.rows, every.examples) == (total, EXAMPLES), "no more than there are"
+
+
+def test_what_no_row_shows_is_said_to_be_trusted(
+    engine: Engine, planned: Planned, reference: Dump, copy: Path, tmp_path: Path
+) -> None:
+    """A drafter that was edited, and sealed again: no row contradicts it, so the verdict says that it is the dump's word."""
+    whole = verify(reference.url, engine)
+    every = {field.name for field in fields(DumpPlan)} - {"selector", "encoders", "examples_per_shard"}
+    given = {name for name in every if getattr(reference.manifest.plan, name) not in (None, ())}
+    assert whole and set(whole.reproduced) == given and {"drafter", "window", "rejected"} <= given
+    assert not any("drafter" in line for line in whole.trusted), "control: the drafts are those of this drafter"
+    edit_manifest(copy, lambda raw: raw["plan"].update(drafter="unheard-of", window=77))
+    edited = verify(copy, engine)
+    assert edited and not {"drafter", "drafter_settings", "window", "rejected"} & set(edited.reproduced)
+    assert set(edited.reproduced) == given - {"drafter", "drafter_settings", "window", "rejected"}
+    said = r"taken on trust: drafter, drafter_settings, window of the plan.*unheard-of was not run: .* stored tokens"
+    assert re.search(said, str(edited))
+    plain = write_dump(engine, planned(rejected=False), tmp_path / "plain")
+    assert plain is not None
+    edit_manifest(tmp_path / "plain", lambda raw: raw["plan"].update(drafter="ngram"))
+    silent = verify(plain.url, engine)
+    assert silent and "drafter" not in silent.reproduced and "accepted rows do not depend on them" in str(silent)
+    assert any(line.startswith("device, replaylens, torch, triton of the fingerprint") for line in silent.trusted)
 
 
 def drawn_rows(dump: Dump, count: int, seed: int) -> set[tuple[int, int, int]]:

@@ -1,9 +1,12 @@
 """Sweeps: the report is reproducible, resumed or not; controls work as documented; every bad setting raises a named error."""
 
+import errno
 import json
 import math
+import os
 import re
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -97,6 +100,77 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
     assert calls[0] == 1
     with pytest.raises(SweepMismatch):
         sweep(coin_dump, "parity", **settings)
+
+
+def test_verify_computes_a_report_again_from_its_dump(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report whose numbers were changed, and its digest and summary with them, is found out where the dump is there; where it
+    is not, the verdict says that the numbers are taken on trust. So are those of parts of a sweep."""
+
+    def verified(*words: Any) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["verify", *map(str, words)])
+        return done.exit_code, done.stdout + done.stderr
+
+    monkeypatch.chdir(tmp_path)
+    dumps = Path(coin_dump.url).parent
+    made = sweep(coin_dump, "face", **RIDGE, resume=tmp_path / "parts")
+    made.save("report")
+    code, out = verified("report")
+    assert code == 0 and "taken on trust: every number, because no dump" in out
+    assert "curves-face-ridge.png, heatmap-face-ridge.png, summary.txt, table.csv: as written" in out
+    code, out = verified("report", "--in", dumps)
+    assert code == 0 and f"reproduced: every line, note and finding, from the rows of {coin_dump.url}" in out
+    lines = [line | {"majority": 0.123} if line["layer"] == 0 else line for line in made.lines]
+    replace(made, lines=lines).save("forged")
+    assert verified("forged")[0] == 0, "its digest was computed again, too"
+    code, out = verified("forged", "--in", dumps)
+    assert code == 1 and f"the same call on {coin_dump.url} gives another report, with digest {made.digest}" in out
+    part = sweep(ProbeRows.of(coin_dump).accepted(), "face", **RIDGE)
+    assert "it was made from a view of the dump" in str(sweeps.again(part, coin_dump))
+    curve = complexity_curve(coin_dump, "face", layer=4, position="query", C=[0.1, 1.0])
+    assert not isinstance(again := sweeps.again(curve, coin_dump), str) and again.digest == curve.digest
+    code, out = verified("parts")
+    assert (
+        code == 0 and re.search(r"verified: sweep parts\n\d parts have the hash", out) and "taken on trust: every number" in out
+    )
+    (first, *_) = sorted((tmp_path / "parts").glob("*.npz"))
+    first.write_bytes(first.read_bytes().replace(b"PK", b"KP", 1))
+    code, out = verified("parts")
+    assert code == 1 and first.name in out and "was changed" in out
+
+
+def test_verify_names_the_files_beside_a_report(coin_dump: Dump, tmp_path: Path, report: Report) -> None:
+    report.save(tmp_path)
+    for name in ("summary.txt", "table.csv", "heatmap-face-logistic.png"):
+        before = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(before[:-3] + b"7" + before[-2:])
+        done = CliRunner().invoke(app, ["verify", str(tmp_path), "--in", str(tmp_path)])
+        assert done.exit_code == 1 and f"{name} is not that of report.json" in done.stdout
+        (tmp_path / name).write_bytes(before)
+    assert CliRunner().invoke(app, ["verify", str(tmp_path), "--in", str(tmp_path)]).exit_code == 0
+
+
+def test_probes_of_a_command_replace_no_foreign_file(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so before the work; with room for neither, a full disk names file, reason and what to do, as `dump` does."""
+    words = ["probe", coin_dump.url, "--label", "face", "--sites", "S", "--layers", "4", "--positions", "query", "--quiet"]
+    words += ["--estimators", "ridge", "--permutations", "0", "--no-controls"]
+    (tmp_path / "face.safetensors").write_bytes(b"mine")
+    (tmp_path / "heatmap-face-ridge.png").write_bytes(b"mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeps, "sweep", lambda *_, **__: pytest.fail("the work has begun"))
+        for option in ("--save-probes", "--out"):
+            done = CliRunner().invoke(app, [*words, option, str(tmp_path)])
+            assert done.exit_code == 2 and "is a file that replaylens did not write" in done.stderr
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {b"mine"}
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    for option, kept in (("--resume", "Finished parts are kept"), ("--out", "as it was"), ("--save-probes", "as it was")):
+        done = CliRunner().invoke(app, [*words, option, str(tmp_path / "new")])
+        assert done.exit_code == 3 and done.stderr.startswith("DumpWriteFailed: Cannot write "), done.stderr
+        assert str(tmp_path / "new") in done.stderr and "No space left on device" in done.stderr
+        assert kept in done.stderr and "Make room" in done.stderr
 
 
 def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
