@@ -199,8 +199,13 @@ def _say(lines: list[dict[str, Any]], what: str) -> list[str]:
 
 def again(report: Report, dump: Dump) -> Report | str:
     """The report of the call that a report tells of, on a dump. In words: why the call cannot be made from its settings."""
-    if report.source.get("rows") != len(dump):
-        return f"it has {report.source.get('rows')} rows, the dump {len(dump)}: it was made from a view of the dump"
+    made, rows = _called(report, dump), report.source.get("rows")
+    if isinstance(made, Report) and made.source["rows"] != rows:
+        return f"it has {rows} rows, the dump {made.source['rows']}: it was made from a view of the dump"
+    return made
+
+
+def _called(report: Report, dump: Dump) -> Report | str:
     settings = dict(report.settings)
     if report.kind == KIND:
         cell = {name: report.lines[0][name] for name in ("site", "layer")}

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import replaylens as rl
+from replaylens.engine import files
 from replaylens.engine.dump import content as module
-from replaylens.engine.dump import store as dump_store
 from replaylens.engine.dump import writer as dump_writer
 from replaylens.engine.dump.content import Content, Joiner, Pieces, RowHash, first_difference
 from replaylens.engine.dump.lock import DumpLock, LockOwner, lock_name
@@ -614,7 +614,7 @@ def test_unwritable_folder(engine: Engine, planned: Planned, tmp_path: Path) -> 
 def test_temporary_suffix_is_what_clean_up_looks_for(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Store(tmp_path).writing("index.parquet"):
         (hidden,) = tmp_path.iterdir()
-        assert hidden.name.startswith("index.parquet.") and hidden.name.endswith(dump_store.TEMPORARY)
+        assert hidden.name.startswith("index.parquet.") and hidden.name.endswith(files.TEMPORARY)
         raise RuntimeError
     assert not list(tmp_path.iterdir())
 
