@@ -436,6 +436,12 @@ def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool
         exact(fork(session.rejected[LAST]))
         assert root.exact and edited.exact and session.held[LAST].exact
 
+        other = fork(root)  # goes back behind pages that the index has of it, and on with other tokens
+        exact(other)
+        after(session.rollback, session.held.index(other), 0)
+        after(session.force, session.held.index(other), [5, 5, 6, 6])
+        exact(other)
+
         before = len(root.path)
         after(session.rollback, session.held.index(root), 0)
         after(session.generate_fast, session.held.index(root), before - root.branch.root_length)

@@ -324,4 +324,12 @@ MEMORY = (
         "a suffix after a wrong guess that read KV of the fast path is not certified",
         ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
+    Mutant(
+        "pages-of-tokens-that-were-rolled-back",
+        "replaylens.engine.loop.loop",
+        "or kept.length < before.num_pages * size:",
+        "or kept.length < 0:",
+        "what a branch computes after a rollback is indexed by the tokens that it has now",
+        ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
+    ),
 )
