@@ -439,7 +439,7 @@ def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool
         other = fork(root)  # goes back behind pages that the index has of it, and on with other tokens
         exact(other)
         after(session.rollback, session.held.index(other), 0)
-        after(session.force, session.held.index(other), [5, 5, 6, 6])
+        after(session.force, session.held.index(other), [5, 5, 6, 6] * 4)
         exact(other)
 
         before = len(root.path)
