@@ -295,7 +295,7 @@ class CacheModel:
                 "logit_attrs leaves out the weights of the final norm, which are not folded into the unembedding here, so its "
                 "attributions do not add up to logits. Use rl.dla(engine, prompt, (token, other)), whose parts do.",
                 NotFolded,
-                stacklevel=3,  # the caller of `logit_attrs`
+                stacklevel=4,  # the caller of `logit_attrs`
             )
         if isinstance(tokens, str):
             tokens = self.to_single_token(tokens)

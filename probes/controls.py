@@ -147,7 +147,7 @@ def untrained_rows(rows: ProbeRows, engine: Engine, sites: Sequence[str], seed: 
         raise ProbeError("The untrained model needs whole paths. Dump all positions, and give all rows.")
     token = frame["token"].to_numpy()
     names, _ = engine.sites.select(list(sites))
-    tensors = {name: torch.zeros(len(frame), *engine.sites.sites[name].shape) for name in names}
+    tensors = {name: torch.zeros(len(frame), *engine.sites.sites[name].shape, dtype=torch.float32) for name in names}
     for start in range(0, len(paths), batch):
         some = paths[start : start + batch]
         branches = blank.prompts([token[path.rows].tolist() for path in some], sites=list(names))

@@ -449,10 +449,12 @@ def _largest(stage: Stage, task: int) -> tuple[Tensor, Tensor]:
     n = x.shape[1]
     standard = x / stage.scale[:, task, 0].float()
     total = standard.square().sum((1, 2))[:, None] / n
-    drawn = torch.randn(d, rank, generator=torch.Generator().manual_seed(0)).to(standard)
+    drawn = torch.randn(d, rank, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(standard)
     seen = standard @ drawn  # [b, n, r]
     inner = seen.mT @ seen
-    inner += 1e-6 * inner.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * torch.eye(rank, device=inner.device)
+    inner += (
+        1e-6 * inner.diagonal(dim1=1, dim2=2).sum(1)[:, None, None] * torch.eye(rank, dtype=inner.dtype, device=inner.device)
+    )
     factor = torch.linalg.cholesky(inner)
     half = torch.linalg.solve_triangular(factor, seen.mT @ standard, upper=False).mT / n**0.5  # half @ half.mT: about the
     values, turn = torch.linalg.eigh((half.mT @ half).double())  # correlation

@@ -118,7 +118,7 @@ class SweepSettings:
 
 def _is_there(device: str) -> bool:
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError):  # torch raises either, depending on what is missing
         return False
     return True

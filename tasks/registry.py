@@ -2,7 +2,6 @@
 
 import re
 import sys
-import warnings
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from replaylens import boundary
 from replaylens.tasks.errors import BadTask, BrokenPlugin, CannotImport, TaskNameTaken, UnknownTask
 from replaylens.tasks.task import AnyTask, Knobs, Task
 from replaylens.tasks.texts import GivenTexts
@@ -133,7 +133,7 @@ def warn_of_shadowed(name: str) -> None:
     """Warn if a distribution declares the name of a built-in task, which is used instead."""
     for entry in entries().get(name, ()):
         taken = TaskNameTaken(name, distribution(entry), "replaylens itself")
-        warnings.warn(f"{taken} The task of replaylens is used.", PluginWarning, stacklevel=3)
+        boundary.warn(f"{taken} The task of replaylens is used.", PluginWarning)
 
 
 # ---- registry --------------------------------------------------------------------------------------------------------

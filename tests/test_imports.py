@@ -19,6 +19,7 @@ import replaylens
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
 CORE: tuple[tuple[str, ...], ...] = (
+    ("boundary",),
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
     ("engine/files", "engine/records"),
@@ -57,6 +58,7 @@ FACES = (
 )
 """what people see, from the bottom up: a face may import the core, all satellites and the faces below"""
 DOORS = {
+    "boundary": {"engine/errors", "engine/model"},
     "engine/serving": {"engine/gradients", "engine/resampling", "views"},
     "engine/engine": {"engine/replay", "engine/resampling", "engine/thinking", "engine/training"},
     "engine/features": {"views"},
@@ -71,7 +73,7 @@ DOORS = {
 ROOMS = (*CORE, tuple(SATELLITES), *FACES)
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TYPES_ONLY = {"__init__"}
-"""may name anything for type checkers, and imports nothing at run time"""
+"""may name anything for type checkers, and imports only the boundary at run time"""
 LINKS = ("engine", "kernels", "probes", "tasks")
 HEAVY = {"transformer_lens", "transformers", "triton", "ray", "gguf", "matplotlib", "sklearn", "pandas", "datasets"}
 """imported where they are used, never when a module is"""

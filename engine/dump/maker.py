@@ -30,7 +30,6 @@ from replaylens.engine.dump.writer import DumpWriter, WorkerPart
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.admission import FIXED_WINDOW
-from replaylens.engine.model import modes
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.replay.replayer import ReplayOptions, Result, replay_examples
 from replaylens.engine.request.edits import Edit
@@ -293,7 +292,6 @@ def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     return found
 
 
-@modes.plainly
 def write_dump(
     engine: Core,
     plan: DumpPlan,

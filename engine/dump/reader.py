@@ -236,7 +236,7 @@ class Dump:
             raise BadRequest(no_such("label", str(label)[:60], self.manifest.labels))
         chosen, (name, entry) = self._choose(label), self.resolve(site, layer)
         if name.endswith(BY_SLOT):  # the indices themselves are what one expert's rows are chosen by
-            warn_of_mixed_experts(name, stacklevel=3)
+            warn_of_mixed_experts(name, at_caller=True)
         x = SiteArray(self.files, name, entry, chosen.rows).read()
         X = to_numpy(x).reshape(len(x), math.prod(x.shape[1:]))
         y = None if chosen.y is None else chosen.y.copy()  # callers may modify the result, the cached arrays must not change

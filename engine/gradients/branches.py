@@ -12,7 +12,6 @@ from replaylens.engine.gradients.backward import Tape
 from replaylens.engine.gradients.gradients import AnyMetric, Divergence, Gradients, LogitsFunction, Named, function_of, named
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
-from replaylens.engine.model import modes
 from replaylens.engine.model.sites import CHOICE_SITE, STATE, SiteTable
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.values import as_list
@@ -47,7 +46,6 @@ class Differentiable(Protocol):
         ...
 
 
-@modes.plainly
 def gradients(branch: Differentiable, metric: AnyMetric | Differentiable, sites: str | Sequence[str] | None) -> Gradients:
     """`Branch.gradients`."""
     if sites is None or (not isinstance(sites, str) and not as_list("sites", sites, SITES)):

@@ -38,7 +38,6 @@ class Gradients(Mapping[str, Tensor]):
         promised = "certified" if self.certified else "not certified"
         return f"Gradients(of {self.value:.4g} at {len(self._found)} sites, {len(self.tokens)} positions, {promised})"
 
-    @modes.plainly
     def __getitem__(self, site: str) -> Tensor:
         """A copy of a site's gradient, by its name or a legacy name."""
         return self.peek(site).clone()
@@ -56,7 +55,6 @@ class Gradients(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._found)
 
-    @modes.plainly
     def times_input(self) -> dict[str, Tensor]:
         """Gradient times input, summed over features: site -> [positions]. To first order, the effect of zeroing a row,
         with the opposite sign."""

@@ -69,7 +69,7 @@ def _error(ours: Tensor, theirs: Tensor, entered: Tensor | None) -> Tensor:
     Relative to output plus input if both have the same shape, since a block may cancel its input.
     """
     if ours.shape != theirs.shape:
-        return torch.tensor([float("inf")])
+        return torch.tensor([float("inf")], dtype=torch.float64)
     length = theirs.double().norm(dim=-1)
     if entered is not None and entered.shape == theirs.shape:
         length += entered.double().norm(dim=-1)

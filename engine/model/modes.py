@@ -9,30 +9,30 @@
 | oneDNN | the process | on |
 | precision of oneDNN's float32 products | the process | IEEE |
 | inference mode, default device, modes that intercept ops (FakeTensorMode) | the calling thread | none |
+| what numpy does about an overflow or underflow | the calling thread | warn, or nothing |
 
-A user or a library may set any of them at any time. `canonical` sets them while a pass runs and then restores the user's
-settings; `plain` does so for the last row of the table, around every call of an engine. Other threads cannot change a thread's
-modes; the modes of the process are checked when the pass ends.
+A user or a library may set any of them at any time. `plain` sets all but the number of threads around every call of the
+package (`replaylens/boundary.py`), and then restores the user's settings. `canonical` does so while a pass runs, where hook
+functions may have changed them. Other threads cannot change a thread's modes; the modes of the process are checked when the
+pass ends. The default dtype of torch is the process's, and is left alone: what makes a tensor of floats names its dtype.
 """
 
-import ctypes
-import sys
+import contextvars
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any
 
+import numpy as np
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from replaylens.boundary import arithmetic, flushes, rounds_away
 from replaylens.engine.errors import ModesChanged
 from replaylens.kernels import threads as kernel_threads
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
+_C = torch._C
 _PROCESS_MODES = (True, "ieee")
 
 
@@ -50,7 +50,7 @@ def canonical() -> Iterator[None]:
         entered = _PROCESS.enter()
         try:
             yield
-            if torch.get_num_threads() != 1 or _flushes() or _rounds_away() or torch.is_autocast_enabled("cpu"):
+            if torch.get_num_threads() != 1 or flushes() or rounds_away() or torch.is_autocast_enabled("cpu"):
                 raise ModesChanged(
                     "A hook function changed the number of threads, the flushing of denormal numbers, the direction of "
                     "rounding or autocast, and did not restore it. Nothing of this pass was committed. Restore it in the "
@@ -65,17 +65,15 @@ def canonical() -> Iterator[None]:
 
 
 def plain() -> AbstractContextManager[object]:
-    """Leave the caller's inference mode, default device, autocast, direction of rounding, flushing, and modes and transforms
-    (vmap) that intercept ops.
+    """Leave the caller's modes but for the number of threads; a block of nothing where there are none to leave.
 
     Tensors that are made within are ordinary ones: they can be changed later, and autograd can save them.
     """
-    c = torch._C
-    intercepted = c._len_torch_function_stack() or c._len_torch_dispatch_stack() or c._functorch.maybe_current_level()
-    entered = torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, _AUTOCAST))
-    if not (intercepted or entered or _flushes() or _rounds_away()):
-        return _NOTHING
-    return _left()
+    intercepted = _C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or _C._functorch.maybe_current_level()
+    entered = torch.is_inference_mode_enabled() or _C._is_any_autocast_enabled()
+    if intercepted or entered or flushes() or rounds_away() or _read() != _PROCESS_MODES or _errors_are_raised():
+        return _left()
+    return _NOTHING
 
 
 _NOTHING = nullcontext()
@@ -84,58 +82,35 @@ _AUTOCAST = ("cpu", "cuda")
 
 @contextmanager
 def _left() -> Iterator[None]:
+    autocast = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
     with (
         arithmetic(),
         temporarily_clear_interpreter_stack(),
         _disable_current_modes(),
-        torch._C.DisableTorchFunction(),
+        _C.DisableTorchFunction(),
         torch.inference_mode(False),
+        np.errstate(**{kind: how if how in _QUIET else _BY_DEFAULT[kind] for kind, how in np.geterr().items()}),
     ):
-        autocast = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
         for device in autocast:
             torch.set_autocast_enabled(device, False)
+        _PROCESS.enter()
         try:
             yield
         finally:
+            _PROCESS.leave()
             for device in autocast:
                 torch.set_autocast_enabled(device, True)
 
 
-def plainly(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that runs within `plain`."""
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with plain():
-            return function(*args, **kwargs)
-
-    return called
+def _errors_are_raised() -> bool:
+    """Whether numpy does more than warn of a division by zero, an overflow or an underflow."""
+    return _ERRORS.get(None) is not _USUAL_ERRORS and not _QUIET.issuperset(np.geterr().values())
 
 
-@contextmanager
-def arithmetic() -> Iterator[None]:
-    """Hold the processor's own modes in the calling thread: round to nearest, flush nothing. The user's are restored.
-
-    Raises ModesChanged if the processor rounds in another direction and the system has no `fesetround`.
-    """
-    if not (_flushes() or _rounds_away()):
-        try:
-            yield
-        finally:
-            if _flushes() or _rounds_away():  # a function within has changed them
-                _set_usual()
-        return
-    before = ctypes.create_string_buffer(_FENV_BYTES)
-    library, flush = _c_library(), _flushes()
-    if library is not None:
-        library.fegetenv(before)
-    _set_usual()
-    try:
-        yield
-    finally:
-        if library is not None:
-            library.fesetenv(before)
-        torch.set_flush_denormal(flush)
+_QUIET = frozenset({"ignore", "warn"})
+_BY_DEFAULT: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+_ERRORS = np._core.umath._extobj_contextvar  # type: ignore[attr-defined]  # np.geterr takes as long as the rest of `plain`
+_USUAL_ERRORS = contextvars.Context().run(_ERRORS.get, None)
 
 
 def rounds_to_nearest() -> bool:
@@ -165,45 +140,6 @@ def _set_threads(count: int) -> None:
 
 
 _HAS_SET = threading.local()
-
-
-def _flushes() -> bool:
-    """Whether the calling thread flushes denormal numbers to zero, as results or as operands."""
-    return sys.float_info.min * 0.5 * 2.0 == 0.0
-
-
-def _rounds_away() -> bool:
-    """Whether the calling thread rounds in another direction than to nearest: up, or down and to zero."""
-    return 1.0 + _ULP * 0.25 != 1.0 or 1.0 + _ULP * 0.75 == 1.0
-
-
-_ULP = sys.float_info.epsilon
-
-
-def _set_usual() -> None:
-    """Mutates the modes of the calling thread. ModesChanged if it cannot."""
-    torch.set_flush_denormal(False)
-    if _rounds_away() and (library := _c_library()) is not None:
-        library.fesetround(0)  # FE_TONEAREST is 0 on every processor
-    if _rounds_away():
-        raise ModesChanged(
-            "The processor rounds in another direction than to nearest (fesetround was called in this thread), and the C "
-            "library of this system cannot change it. Nothing was computed. Call fesetround(FE_TONEAREST) before the engine."
-        )
-
-
-@cache
-def _c_library() -> ctypes.CDLL | None:
-    """The C library, with `fesetround`, `fegetenv` and `fesetenv`; None if the process has none."""
-    try:
-        library = ctypes.CDLL(None)
-        return library if library.fesetround and library.fegetenv and library.fesetenv else None
-    except (OSError, AttributeError, TypeError):
-        return None
-
-
-_FENV_BYTES = 256
-"""larger than the `fenv_t` of any system (glibc on x86-64: 32)"""
 
 
 class _Process:
@@ -248,8 +184,8 @@ _PROCESS = _Process()
 def _read() -> tuple[bool, str]:
     """(whether oneDNN is on, its precision of float32 products, by default IEEE)"""
     # torch.backends reads the same two values, but is five times slower, and this runs several times per pass
-    precision: str = torch._C._get_fp32_precision_getter("mkldnn", "matmul")
-    return torch._C._get_mkldnn_enabled(), "ieee" if precision == "none" else precision
+    precision: str = _C._get_fp32_precision_getter("mkldnn", "matmul")
+    return _C._get_mkldnn_enabled(), "ieee" if precision == "none" else precision
 
 
 def _write(enabled: bool, precision: str) -> None:

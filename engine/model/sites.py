@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from replaylens import boundary
 from replaylens.engine.errors import BadEdit, MixedExperts, UnknownSite
 from replaylens.engine.model.config import ModelConfig
 
@@ -174,19 +175,18 @@ def same_value(name: str) -> str | None:
     return f"{block[1]}{found[0]}" if block and found else None
 
 
-def warn_of_mixed_experts(site: str, stacklevel: int = 1) -> None:
+def warn_of_mixed_experts(site: str, at_caller: bool = False) -> None:
     """MixedExperts for a site whose rows, laid flat, have a place for each chosen expert: another one in each row.
 
-    stacklevel  as in `warnings.warn`. By default the place of the warning is here, so that a site is named once, not for
-                every read of a sweep
+    at_caller  of the package is the place of the warning; else it is here, so that a site is named once, not for every read
+               of a sweep
     """
     if site.endswith((*BY_SLOT, CHOSEN)):
         what = "holds the numbers of the chosen experts" if site.endswith(CHOSEN) else "holds one vector per chosen expert"
-        warnings.warn(
+        (boundary.warn if at_caller else warnings.warn)(
             f"{site} {what}, so that a column belongs to another expert in each row. Choose the rows of one expert by "
             "hook_expert_indices (docs/models.md, Probe one expert), or take hook_expert_weights, a column for each expert.",
             MixedExperts,
-            stacklevel,
         )
 
 

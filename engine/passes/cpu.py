@@ -69,7 +69,7 @@ def cut_of(batch: Batch, layer: int, heads: int) -> Cut | None:
                 if edit.op == "mask":
                     mask[at] = 1
                 else:  # the later of two edits of an edge counts
-                    put[at] = _weights(edit, position, len(keys)) if edit.op == "set" else torch.tensor(0.0)
+                    put[at] = _weights(edit, position, len(keys)) if edit.op == "set" else torch.zeros((), dtype=put.dtype)
     return Cut(site, mask, put)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import modes
 from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.replay.replayer import ReplayOptions, Result
 from replaylens.engine.request.values import as_bool, as_int
@@ -147,7 +146,6 @@ class Run(Sequence[Result]):
         more = len(self) - len(shown)
         return folded_pictures(facts, shown, f"and {more} more: {verb} shows any of them" if more > 0 else "")
 
-    @modes.plainly
     def save(
         self,
         path: str | Path,
@@ -201,7 +199,6 @@ class Run(Sequence[Result]):
         return plan, lambda number: assemble(self.engine, plan, [by_index[index] for index in plan.indices(number)])
 
     @cached_property
-    @modes.plainly
     def digest(self) -> str:
         """Digest of the dump that `save` writes with its default options; nothing is written. Computed once."""
         from replaylens.engine.dump.content import combine

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, ClosedBranch, IntegrityError, UnknownSite
-from replaylens.engine.model import modes
 from replaylens.engine.model.ops import MASKED
 from replaylens.engine.model.sites import KEY_SITES, SCORES, STATE
 from replaylens.engine.records import LensSpec
@@ -392,13 +391,11 @@ class Recording:
         """The positions that have rows, in order."""
         return [p for chunk in self.chunks for p in chunk.positions]
 
-    @modes.plainly
     def __getitem__(self, site: str) -> Tensor:
         """A copy of all rows of a site, in order of position: [rows, ...]. The rows themselves are shared with forks."""
         pieces = self.pieces(site)
         return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
-    @modes.plainly
     def copied(self) -> Rows:
         """A copy of all rows of every site, by the names they are listed by. Sites of one shape share a piece of memory: it is
         mapped faster than many small ones."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import modes
 from replaylens.engine.records import ProbeRecord, digest_of
 from replaylens.engine.request.placed import tensor_from_json
 from replaylens.kernels import cpu
@@ -46,7 +45,6 @@ class Scorer:
     def __hash__(self) -> int:
         return hash(self.name)
 
-    @modes.plainly
     def columns(self, rows: Tensor) -> Tensor:
         """rows [n, ...] of the site, in any dtype and on any device -> all lines of all probes [n, lines], on the host."""
         rows, first = rows.reshape(len(rows), -1), self.records[0]

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from difflib import get_close_matches
 from functools import wraps
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
+from replaylens import boundary
 from replaylens.engine.errors import BadRequest, EngineError, UnknownOption
 from replaylens.engine.terminal import Later
 
@@ -198,8 +198,7 @@ _KEYWORDS: dict[str, list[inspect.Parameter]] = {}
 
 
 def named_options(method: Callable[P, R]) -> Callable[P, R]:
-    """The method, which raises UnknownOption where Python would raise a TypeError about its signature, and runs within
-    `modes.plain`."""
+    """The method, which raises UnknownOption where Python would raise a TypeError about its signature."""
     return _checked(method, method.__name__)
 
 
@@ -230,7 +229,7 @@ def renamed(**options: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 if new in kwargs:
                     raise UnknownOption(f"{method.__name__}() got {new} and {old}, its old name. Give {new} only.")
                 text = f"{old} of {method.__name__}() is now called {new}; the old name goes with the next version."
-                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                boundary.warn(text, DeprecationWarning)
                 kwargs[new] = kwargs.pop(old)
             return method(*args, **kwargs)
 
@@ -289,8 +288,7 @@ def _checked(method: Callable[P, R], name: str, own: int = 1) -> Callable[P, R]:
             raise UnknownOption(f"{name}() needs {' and '.join(missing)}. {_described(method, missing[0])}.")
         if takes_engine and not hasattr(given := args[own] if len(args) > own else kwargs["engine"], "tokens_of"):
             raise BadRequest(f"Invalid engine={short_repr(given)} in {name}(). Give an Engine, as Engine.load returns it.")
-        with modes.plain():
-            return method(*args, **kwargs)
+        return method(*args, **kwargs)
 
     setattr(call, "__signature__", signature)  # noqa: B010, a type checker refuses the assignment
     return call

@@ -16,7 +16,6 @@ from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
-from replaylens.engine.model import modes
 from replaylens.engine.model.sites import STATE, SiteTable, layer_of, numbered
 from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Trace
@@ -236,7 +235,6 @@ class Branch(NotCopyable):
         return self.lane.certified
 
     @property
-    @modes.plainly
     def activations(self) -> Recording:
         """Captured rows by site, in order of position: one for each committed token. A pending token has none yet.
 
@@ -252,7 +250,6 @@ class Branch(NotCopyable):
         self.lane.recording.require_here()
         return self.lane.recording
 
-    @modes.plainly
     def logits(self, positions: At = -1, *, tokens: Sequence[str | int] | None = None) -> Tensor:
         """The logits after the tokens at `positions`: [vocab] for one position, else [positions, vocab].
 

@@ -28,7 +28,7 @@ from replaylens.engine.memory.cache import PlacedCache, require_memory, require_
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
-from replaylens.engine.model import modes, sites
+from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.passes.runner import Keep, Runner
@@ -202,7 +202,6 @@ class Core(Generation, NotCopyable):
     _instead = "Load another engine from the same source. It commits the same bits."
 
     @defines(EngineKeywords)
-    @modes.plainly
     def __init__(
         self,
         model: Decoder,
@@ -262,7 +261,6 @@ class Core(Generation, NotCopyable):
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
 
     @cached_property
-    @modes.plainly
     def fingerprint(self) -> Fingerprint:
         """What the bits of a result depend on, besides path and edits. Weights are hashed when it is first asked for, which
         takes seconds of gigabytes; BadWeights if they are no longer those that results were computed with."""
@@ -392,7 +390,6 @@ class Core(Generation, NotCopyable):
         (branch,) = self.prompts([text], **options)
         return branch
 
-    @modes.plainly
     def activations(self, branches: Sequence[Branch], *, release: bool = False) -> list[dict[str, Tensor]]:
         """What each branch captured, by site: [rows, ...], copied as by `branch.activations`, but faster. A tensor that is kept
         keeps those of its branch's other sites in memory, too; clone it if you need only that one.

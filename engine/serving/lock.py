@@ -12,12 +12,10 @@ So requests of several threads share passes, and another thread takes over from 
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.model import modes
 from replaylens.engine.terminal import defer_interrupt, pause_collector
 
 P = ParamSpec("P")
@@ -51,8 +49,7 @@ class EngineLock:
                 self.tidy()
             try:
                 self._depth = depth + 1
-                with nullcontext() if depth else modes.plain():
-                    return work(*args, **kwargs)
+                return work(*args, **kwargs)
             finally:
                 self._depth = depth
 
@@ -98,7 +95,7 @@ class EngineLock:
             try:
                 self._stepping, self._depth = threading.get_ident(), depth + 1
                 # a step makes many objects, and looking through all of them finds no cycles
-                with modes.plain(), pause_collector():
+                with pause_collector():
                     step()
             finally:
                 self._stepping, self._depth = None, depth

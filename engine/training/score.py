@@ -145,7 +145,7 @@ class GrowingOps(TorchOps):
         shape, kind = (config.num_layers, planes, texts, kv_heads, width, d_head), like.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
         self.cache = like.new_zeros(shape, dtype=dtype)
-        self.positions = torch.empty(0)
+        self.positions = torch.empty(0, dtype=torch.int64)
         """positions of the rows of this pass: [texts, rows]"""
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:

@@ -312,7 +312,7 @@ class GraphedSteps(Generic[M]):
         `loss_of(model, key, inputs)` must not synchronize with the device.
         """
         self.recipe, self.model, self.inputs_at, self.loss_of = recipe, model, inputs_at, loss_of
-        self.lr = torch.zeros((), device="cuda")
+        self.lr = torch.zeros((), dtype=torch.float32, device="cuda")
         self.optimizer = adam(model, self.lr, capturable=True)
         self._inputs: Inputs = ()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}

@@ -104,7 +104,7 @@ def _table(rows: list[tuple[list[int], int]], recipe: Recipe, device: torch.devi
     """Right-padded tokens and loss weights, both [rows, longest text]. Padding comes last, so causality hides it."""
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.full((len(rows), width), WordTokenizer.pad_id, dtype=torch.int32)
-    weights = torch.zeros(len(rows), width)
+    weights = torch.zeros(len(rows), width, dtype=torch.float32)
     for i, (ids, prompt) in enumerate(rows):
         tokens[i, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
         weights[i, :prompt] = 1.0

@@ -6,6 +6,8 @@ Modules load on first use, so `import replaylens` is fast.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from replaylens import boundary
+
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import errors as errors
     from replaylens import probes as probes
@@ -38,6 +40,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
 __version__ = "0.1.0"
 PUBLISHED = ""
 """where the project is published; README, pyproject.toml and CITATION.cff say the same, and nothing while this is empty"""
+
+boundary.install()
 
 _WHERE = {
     "Answer": "replaylens.engine.resampling.plan:Answer",

@@ -6,15 +6,14 @@ The last tests run processes with 1, 2, 3, 8 and 16 threads and compare digests.
 import ctypes
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from replaylens import boundary
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import ModesChanged, NotCertified
 from replaylens.engine.lens import lens
@@ -31,7 +31,6 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import products, runner
 from replaylens.engine.proof import doctor
 from replaylens.engine.proof.doctor import numbers
-from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.kernels import threads
@@ -39,6 +38,7 @@ from replaylens.kernels.cpu import Panels, product
 from tests.engine.passes import thread_digests
 from tests.engine.passes.thread_digests import WIDE
 from tests.engine.reference import same_bits
+from tests.hostile import MODES, ROUNDINGS, number_of, rounding
 from tests.toy_model import random_model
 
 ROOT = Path(__file__).parents[3]
@@ -226,72 +226,10 @@ def test_an_interrupt_waits_for_the_workers(model: Decoder) -> None:
 # ---- other modes -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def flushing() -> Iterator[None]:
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextmanager
-def precision(value: str) -> Iterator[None]:
-    torch.set_float32_matmul_precision(value)
-    try:
-        yield
-        assert torch.get_float32_matmul_precision() == value
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
-@contextmanager
-def strictly_deterministic() -> Iterator[None]:
-    torch.set_deterministic_debug_mode("error")  # as use_deterministic_algorithms, without loading the compiler
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode("default")
-
-
-@contextmanager
-def doubles() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-ROUNDINGS = {"up": 1, "down": 2, "to zero": 3} if platform.machine() == "aarch64" else {"up": 2, "down": 1, "to zero": 3}
-"""the processor's numbers for the directions other than to nearest, which is 0"""
-
-
-def number_of(direction: str) -> int:
-    return ROUNDINGS[direction] << (22 if platform.machine() == "aarch64" else 10)
-
-
-@contextmanager
-def rounding(direction: str) -> Iterator[None]:
-    """fesetround of the C library, which also other libraries call."""
-    libm, mode = ctypes.CDLL(None), number_of(direction)
-    assert libm.fesetround(mode) == 0
-    try:
-        yield
-        assert libm.fegetround() == mode, "the user's direction is restored"
-    finally:
-        libm.fesetround(0)
-
-
-MODES: dict[str, Callable[[], Any]] = {
-    "flushed denormals": flushing,
-    **{f"rounding {direction}": partial(rounding, direction) for direction in ROUNDINGS},
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "without oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
-    "medium precision": lambda: precision("medium"),
-    "deterministic algorithms": strictly_deterministic,
-    "another default dtype": doubles,
-}
+WITHIN_PASSES = (
+    *("flushed denormals", *(f"rounding {direction}" for direction in ROUNDINGS), "autocast", "without oneDNN"),
+    *("medium precision", "deterministic algorithms", "float64 by default"),
+)
 
 
 @cache
@@ -307,7 +245,7 @@ def in_default_modes() -> Branch:
     return Engine(with_denormals()).prompt(PATH, sites=SITES)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", WITHIN_PASSES)
 def test_a_mode_set_after_loading_moves_no_bit(mode: str) -> None:
     truth, engine = in_default_modes(), Engine(with_denormals())
     with MODES[mode]():
@@ -325,7 +263,7 @@ def test_without_the_hold_modes_do_move_bits(monkeypatch: pytest.MonkeyPatch) ->
     truth, engine = in_default_modes(), Engine(with_denormals())
     monkeypatch.setattr(runner.modes, "canonical", nullcontext)
     monkeypatch.setattr(modes, "plain", nullcontext)
-    with flushing():
+    with MODES["flushed denormals"]():
         branch = engine.prompt(PATH, sites=SITES)
     assert not same(branch.kv(), truth.kv())
     for direction in ROUNDINGS:
@@ -354,7 +292,7 @@ def test_tokens_are_drawn_in_the_processors_usual_modes(mode: str, monkeypatch: 
 def test_a_direction_that_cannot_be_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(random_model())
     before = engine.prompt(PATH[:9]).kv()
-    monkeypatch.setattr(modes, "_c_library", lambda: None)
+    monkeypatch.setattr(boundary, "_c_library", lambda: None)
     with rounding("up"), pytest.raises(ModesChanged, match="rounds in another direction than to nearest"):
         Engine(random_model()).prompt(PATH[:9])
     assert torch.equal(Engine(random_model()).prompt(PATH[:9]).kv(), before), "nothing to set, nothing needed"
@@ -369,6 +307,7 @@ def test_the_doctor_finds_a_direction_that_was_not_set_right(monkeypatch: pytest
             assert doctor.examine(model).to_json() == truth.to_json()
             with monkeypatch.context() as patch:
                 patch.setattr(modes, "canonical", nullcontext)
+                patch.setattr(modes, "plain", nullcontext)
                 with pytest.raises(NotCertified, match="arithmetic float32: 'rounded to nearest even"):
                     doctor.require(doctor.examine(model))
 
@@ -494,30 +433,3 @@ def test_digests_are_the_same_on_any_number_of_threads(tmp_path: Path, counts: t
     assert all(each["different"] == [] for each in found.values())
     for count in counts:
         assert found[count] == found[1], f"{count} threads"
-
-
-@pytest.mark.parametrize("direction", ROUNDINGS)
-def test_edits_gradients_and_answers_do_not_depend_on_the_direction_of_rounding(direction: str) -> None:
-    """What a call computes beside its passes: values of edits in float32, metrics, products with activations."""
-    engine, value = Engine(random_model(), cache_tokens=512), torch.linspace(-1, 1, 7, dtype=torch.float64) / 3
-    width = engine.config.d_model
-    edits = [
-        Edit("C", "scale", factor=0.1, layers=[0]),
-        Edit("S", "add", value.repeat(width)[:width], layers=[1]),
-        Edit("S", "project_out", value.repeat(width)[:width].float(), layers=[1]),
-    ]
-
-    def found() -> list[torch.Tensor]:
-        rows: list[torch.Tensor] = []
-        other = engine.prompt([5, 9, 2, 8])
-        for edit in edits:
-            branch = engine.prompt([5, 9, 2, 7], edits=[edit], sites="S")
-            rows += [branch.kv(), branch.logits()]
-        plain = engine.prompt([5, 9, 2, 7])
-        gradients = plain.gradients(other, sites="S")
-        return [*rows, torch.tensor(gradients.value, dtype=torch.float64), *gradients.times_input().values()]
-
-    usual = found()
-    with rounding(direction):
-        turned = found()
-    assert all(torch.equal(a, b) for a, b in zip(usual, turned, strict=True))

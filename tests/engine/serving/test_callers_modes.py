@@ -1,12 +1,14 @@
 """The caller's modes of torch change nothing: an engine made within one, used within it, or both, gives the same bits.
 
-Covers modes that redirect ops (inference mode, default devices, fake tensors, transforms of torch.func) and settings that
-a program has for its own sake. Modes of the processor and of libraries are in `tests/engine/passes/test_thread_counts.py`.
+Here the whole caller is within the modes, and some that `tests/hostile.py` does not have: transforms of torch.func, and edits
+and streams that were made elsewhere. All public calls are in `tests/test_boundary.py`, modes within passes in
+`tests/engine/passes/test_thread_counts.py`.
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,34 +22,10 @@ from replaylens import Edit, Engine, tasks
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import modes
 from tests.engine.reference import same_bits
+from tests.hostile import COMBINED, MODES, Mode
 from tests.toy_model import random_model
 
 PROMPT = "A coin's state is heads. Alice flips. What's the state? A:"
-Mode = Callable[[], AbstractContextManager[Any]]
-
-
-@contextmanager
-def setting(set_it: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    set_it(value)
-    try:
-        yield
-    finally:
-        set_it(before)
-
-
-MODES: dict[str, Mode] = {
-    "inference mode": torch.inference_mode,
-    "no gradients": torch.no_grad,
-    "gradients on": lambda: torch.set_grad_enabled(True),
-    "the meta device": lambda: torch.device("meta"),
-    "another default device": partial(setting, torch.set_default_device, "meta", None),
-    "float64 by default": partial(setting, torch.set_default_dtype, torch.float64, torch.float32),
-    "bfloat16 by default": partial(setting, torch.set_default_dtype, torch.bfloat16, torch.float32),
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-    "deterministic algorithms": partial(setting, torch.set_deterministic_debug_mode, "error", "default"),
-    "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
-    "fake tensors": FakeTensorMode,
-}
 
 
 class Session:
@@ -127,7 +105,22 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [verb for verb in theirs if not same(ours[verb], theirs[verb])]
 
 
-@pytest.mark.parametrize("where", ["loaded within", "used within", pytest.param("both", marks=pytest.mark.slow)])
+@contextmanager
+def combined(state: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in COMBINED[state]:
+            stack.enter_context(MODES[mode]())
+        yield
+
+
+@pytest.mark.parametrize("state", COMBINED)
+def test_no_verb_depends_on_many_modes_at_once(state: str, usual: dict[str, Any], tmp_path: Path) -> None:
+    within = partial(combined, state)
+    assert different(outcome(within, within, tmp_path / "d"), usual) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["loaded within", "used within", "both"])
 @pytest.mark.parametrize("mode", MODES)
 def test_no_verb_depends_on_the_mode(mode: str, where: str, usual: dict[str, Any], tmp_path: Path) -> None:
     loaded = MODES[mode] if where != "used within" else nullcontext
@@ -179,19 +172,33 @@ def test_the_callers_mode_is_restored(mode: str) -> None:
     assert type(before) is type(after) and before.device == after.device and before.is_inference() == after.is_inference()
 
 
-FACTORIES = {"empty", "zeros", "ones", "randn", "rand", "linspace", "eye"}
+FACTORIES = {"empty", "zeros", "ones", "randn", "rand", "linspace", "logspace", "eye", "scalar_tensor"}
+
+
+def unnamed(source: str) -> list[int]:
+    """The lines that make a tensor of floats and leave its dtype to torch's default."""
+    found = list[int]()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), args=given, keywords=more):
+                floats = name in {"tensor", "full"} and re.search(r"\d\.\d|math\.|float\(", ast.unparse(given[-1]))
+                if (name in FACTORIES or floats) and not {keyword.arg for keyword in more} & {"dtype", "out"}:
+                    found.append(node.lineno)
+    return found
 
 
 def test_new_tensors_of_floats_name_their_dtype() -> None:
     """So that torch.set_default_dtype, which belongs to the process, rounds no weight, edit or result."""
-    root, unnamed = Path(__file__).parents[3], list[str]()
-    for path in sorted([*(root / "engine").rglob("*.py"), *(root / "src/replaylens/workbench").rglob("*.py")]):
-        for node in ast.walk(ast.parse(path.read_text())) if "training" not in path.parts else ():
-            if not isinstance(node, ast.Call) or {keyword.arg for keyword in node.keywords} & {"dtype", "out"}:
-                continue
-            if ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
-                unnamed.append(f"{path.relative_to(root)}:{node.lineno}")
-    assert unnamed == []
+    root = Path(__file__).parents[3]
+    files = [file for part in ("engine", "probes", "src/replaylens") for file in sorted((root / part).rglob("*.py"))]
+    assert len(files) > 150
+    assert [f"{file.relative_to(root)}:{line}" for file in files for line in unnamed(file.read_text())] == []
+
+
+@pytest.mark.parametrize("planted", ["torch.tensor(0.0)", "torch.zeros(3, device=x.device)", "torch.full((2,), math.nan)"])
+def test_a_dtype_that_is_left_out_is_found(planted: str) -> None:
+    """Negative control."""
+    assert unnamed(f"a = {planted}") == [1] and unnamed(f"a = {planted[:-1]}, dtype=torch.float32)") == []
 
 
 def test_an_engine_made_by_hand_in_inference_mode_is_an_ordinary_one() -> None:
