@@ -298,7 +298,7 @@ def slug(arm: str) -> str:
 
 
 COMMIT = "REPLAYLENS_COMMIT"
-"""environment variable: the commit of a tree that was copied without its history"""
+"""environment variable: the commit of a tree that was copied, with a history that is missing or lags behind"""
 
 
 def provenance(written: Sequence[str] = (), portable: bool = False) -> dict[str, Any]:
@@ -315,7 +315,7 @@ def provenance(written: Sequence[str] = (), portable: bool = False) -> dict[str,
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude){each}" for each in written))
     return {
-        "commit": git("rev-parse", "HEAD") + ("+changes" if changed else "") or os.environ.get(COMMIT, "unknown"),
+        "commit": os.environ.get(COMMIT) or git("rev-parse", "HEAD") + ("+changes" if changed else "") or "unknown",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(portable),
         "digest": arithmetic_digest(portable),
