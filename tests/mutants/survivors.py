@@ -151,9 +151,9 @@ SURVIVORS = (
     ),
     Mutant(
         "folder-not-flushed",
-        "replaylens.engine.dump.store",
-        "                os.replace(hidden, path)\n                _sync_folder(self.root)",
-        "                os.replace(hidden, path)",
+        "replaylens.engine.files",
+        "        os.replace(hidden, path)\n    sync_folder(os.path.dirname(os.path.abspath(path)))",
+        "        os.replace(hidden, path)",
         "a file that is complete stays after a crash",
         _predicted("a_file_is_in_its_folder_before_it_counts"),
     ),
