@@ -7,6 +7,7 @@ waves of rollouts.
 
 import json
 import signal
+import socket
 import threading
 import time
 import warnings
@@ -23,6 +24,7 @@ from replaylens import tasks
 from replaylens.engine.dump.maker import PlanKeywords, ShardMaker, make_plan
 from replaylens.engine.dump.plan import DumpPlan
 from replaylens.engine.dump.reader import Dump
+from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.writer import DumpWriter
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClusterFailed, FingerprintMismatch, SlowCluster
@@ -30,7 +32,7 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.records import Fingerprint, build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import verb
+from replaylens.engine.request.values import as_int, as_processes, output_path, verb
 from replaylens.engine.resampling.drawing import plan_rollouts, waves_of
 from replaylens.engine.resampling.plan import Answer, ResamplePlan
 from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
@@ -43,6 +45,9 @@ ATTEMPTS = 3
 """how often a shard or wave is tried if its actors die, and the start of a cluster if it takes too long"""
 SAY_SECONDS, START_SECONDS, LOAD_SECONDS = 30, 300, 3600
 """how long to wait in silence; for the process of a worker, which takes 8 s on a quiet machine; and for its engine"""
+ANSWER_SECONDS = 5.0
+"""how long an address may take to answer at all"""
+KEPT = "What is finished stays, and can be resumed."
 WITHOUT_RAY = "Without Ray, the result is the same."
 
 
@@ -118,6 +123,8 @@ def dump_on_cluster(
     how, edits = options.get("sampling") or Sampling(), [edit.to_json() for edit in options.get("edits", ())]
     sent = sendable({**options, "knobs": knobs or {}, "sampling": how.to_json(), "edits": edits})
     engine_options = engine_options or {}
+    _require_workers(address, workers)
+    Store(path).require_writable()
     with connected(address) as ray:
         with Pool(ray, ShardWorker, model, engine_options, workers) as pool:
             head = pool.call("plan", task, json.dumps(examples), sent)
@@ -138,11 +145,17 @@ class Pool:
     def __init__(self, ray: Any, kind: type, model: str, engine_options: dict[str, Any], workers: int | None) -> None:
         self.ray, self._given = ray, (model, json.dumps(engine_options))
         self._actors: list[Any] = []
-        each = max(len(engine_options.get("devices") or ()), engine_options.get("ranks", 1))  # all on one machine
+        self._starting = set[Any]()
+        """calls that end once the process of an actor runs"""
+        ranks = as_int("ranks", engine_options.get("ranks", 1), 1)
+        each = max(len(engine_options.get("devices") or ()), ranks)  # all on one machine
         gpus = each if "cuda" in str([engine_options.get(name) for name in ("device", "devices")]) else 0
         self._actor = ray.remote(kind).options(num_cpus=each, num_gpus=gpus, max_restarts=0)
-        known = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0)) // each
-        self.size = known if workers is None else workers
+        self._kind, self._each = "GPU" if gpus else "CPU", each
+        places = self._places()
+        as_processes("ranks", each, on=places)
+        known = places // each
+        self.size = known if workers is None else as_processes("workers", workers, 0, on=places)
         if self.size < 1:
             raise BadRequest(
                 f"Invalid workers={self.size}. Give at least 1; the cluster has {known} {'GPUs' if gpus else 'CPUs'}."
@@ -157,6 +170,10 @@ class Pool:
         for actor in self._actors:  # one that is still loading its engine would otherwise outlive its handle
             with suppress(Exception):
                 self.ray.kill(actor)
+
+    def _places(self) -> int:
+        """The CPUs or GPUs of the machines that the cluster has now."""
+        return int(self.ray.cluster_resources().get(self._kind, 0))
 
     def _start(self) -> Any:
         self._actors.append(self._actor.remote(*self._given))
@@ -174,7 +191,7 @@ class Pool:
                     self.ray.get(call)
                 return self.ray.get(getattr(self._first, method).remote(*given))
             except self.ray.exceptions.RayActorError as error:
-                raise ClusterFailed(f"The first worker died before it could plan: {error}") from error
+                raise ClusterFailed(f"The first worker died before it could plan: {_headline(error)}") from error
 
     def write_all(self, numbers: list[int], write: Callable[[Any, int], Any], unit: str) -> Iterator[int]:
         """Have all shards or waves written, and yield each number when it is done. Order and assignment change no bit.
@@ -186,6 +203,7 @@ class Pool:
         """
         waiting, idle, deaths = list(reversed(numbers)), [self._first], Counter[int | None]()
         calls: dict[Any, tuple[Any, int | None]] = {}
+        """call -> its actor, and what it writes; None: it starts or gets ready"""
         for _ in range(min(self.size, len(numbers)) - 1):
             calls |= self._greet()
         while waiting or any(number is not None for _, number in calls.values()):
@@ -194,7 +212,7 @@ class Pool:
                 calls[write(actor, number)] = actor, number
             numbered = sorted(number for _, number in calls.values() if number is not None)
             what = f"{unit.lower()} {', '.join(map(str, numbered))}" if numbered else "other workers, after some have died,"
-            done = self._await(list(calls), what, None if numbered else START_SECONDS + LOAD_SECONDS)
+            done = self._await(list(calls), what, None if numbered else self._patience(list(calls)))
             actor, written = calls.pop(done)
             try:
                 with _own_errors(self.ray):
@@ -203,10 +221,14 @@ class Pool:
                 deaths[written] += 1
                 if deaths[written] >= ATTEMPTS:
                     whose = "A worker died before it was ready" if written is None else f"{unit} {written}: its worker died"
-                    raise ClusterFailed(f"{whose}, {ATTEMPTS} times. The last error: {error}") from error
+                    raise ClusterFailed(f"{whose}, {ATTEMPTS} times. The last error: {_headline(error)}") from error
                 waiting += [] if written is None else [written]
                 calls |= self._greet()
             else:
+                if done in self._starting:
+                    self._starting.remove(done)
+                    calls[actor.ready.remote()] = actor, None
+                    continue
                 idle.append(actor)
                 if written is not None:
                     yield written
@@ -220,16 +242,40 @@ class Pool:
             if done:
                 return done[0]
             waited += pause
+            self._require_places(what)
             _say(what, waited, limit)
         raise ClusterFailed(
             f"Waited {limit:.0f} s for {what}, and gave up. The machines may be too busy, or have no room. Give fewer workers, "
-            f"or try again when they are quiet. {WITHOUT_RAY} What is finished stays, and can be resumed."
+            f"or try again when they are quiet. {WITHOUT_RAY} {KEPT}"
         )
 
+    def _require_places(self, what: str) -> None:
+        """ClusterFailed if the machines that are left have no place for any worker: nothing would ever come."""
+        try:
+            left = self._places()
+        except Exception as error:  # the cluster itself is gone; Ray has several errors for it
+            raise ClusterFailed(f"The Ray cluster is gone, while {what} was waited for: {_headline(error)} {KEPT}") from error
+        if left < self._each:
+            raise ClusterFailed(
+                f"The machines of the Ray cluster have died, while {what} was waited for: {left} {self._kind}s are left, and a "
+                f"worker takes {self._each}. Start them again, and repeat the command. {KEPT}"
+            )
+
+    def _patience(self, calls: list[Any]) -> float:
+        """How long to wait if all workers are starting, or loading their engine."""
+        return START_SECONDS if self._starting.issuperset(calls) else LOAD_SECONDS
+
     def _greet(self) -> dict[Any, tuple[Any, None]]:
-        """Start an actor: its `ready` call, and the actor."""
+        """Start an actor: its first call, and the actor."""
         actor = self._start()
-        return {actor.ready.remote(): (actor, None)}
+        self._starting.add(call := actor.started.remote())
+        return {call: (actor, None)}
+
+
+def _require_workers(address: str, workers: int | None) -> None:
+    """BadRequest if a cluster of this machine alone has no room for the workers; others are asked once they are connected."""
+    if workers is not None and address == "local":
+        as_processes("workers", workers)
 
 
 def sendable(options: dict[str, Any]) -> str:
@@ -273,6 +319,8 @@ def _connect(ray: Any, address: str) -> None:
     own: dict[str, Any] = {"include_dashboard": False, "_system_config": patient} if address == "local" else {}
     for attempt in range(1, ATTEMPTS + 1):
         try:
+            if address != "local":
+                _require_answer(address)
             with _own_termination(), _saying("a Ray cluster to start" if own else f"the Ray cluster at {address}"):
                 ray.init(address=address, **quiet, **own)
             return
@@ -280,7 +328,10 @@ def _connect(ray: Any, address: str) -> None:
             with suppress(Exception):
                 ray.shutdown()
             if address != "local":
-                raise ClusterFailed(f"The Ray cluster was not found at {address}: {type(error).__name__}: {error}") from error
+                raise ClusterFailed(
+                    f"The Ray cluster was not found at {address}: {type(error).__name__}: {_headline(error)}. Check the "
+                    f"address, or start the cluster. {WITHOUT_RAY}"
+                ) from error
             slow = type(error) is Exception  # what Ray raises for a node that did not start in time
             if not slow or attempt == ATTEMPTS:
                 times = f" in {attempt} attempts" if attempt > 1 else ""
@@ -297,6 +348,13 @@ def _connect(ray: Any, address: str) -> None:
                 SlowCluster,
                 stacklevel=2,
             )
+
+
+def _require_answer(address: str) -> None:
+    """OSError if nobody listens at host:port, for which Ray would wait a minute and more."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal() and int(port) < 1 << 16:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
 
 
 def _say(what: str, waited: float, limit: float | None = None) -> None:
@@ -344,11 +402,16 @@ def _own_errors(ray: Any) -> Iterator[None]:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, Exception):
             raise error.cause from error
-        raise ClusterFailed(f"A worker failed: {error}") from error
+        raise ClusterFailed(f"A worker failed: {_headline(error)}") from error
     except ray.exceptions.RayActorError:
         raise
     except ray.exceptions.RayError as error:
-        raise ClusterFailed(f"The Ray cluster failed: {type(error).__name__}: {error}") from error
+        raise ClusterFailed(f"The Ray cluster failed: {type(error).__name__}: {_headline(error)}") from error
+
+
+def _headline(error: Exception) -> str:
+    """The first line of Ray's report, which may have twenty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def _read_head(head: str) -> tuple[DumpPlan, Fingerprint]:
@@ -421,6 +484,8 @@ def resample_on_cluster(
     sampling, answer = options.get("sampling"), options.get("answer")
     drawn = (Sampling(temperature=1.0) if sampling is None else sampling).to_json()
     sent = sendable({**options, "n": n, "sampling": drawn, "answer": None if answer is None else answer.to_json()})
+    _require_workers(address, workers)
+    output_path(folder, folder=True)
     with connected(address) as ray, Pool(ray, WaveWorker, model, engine_options or {}, workers) as pool:
         raw = json.loads(pool.call("plan", sendable({"prompt": prompt, "chain": chain}), sent))
         made_by = build(Fingerprint, raw["made_by"], "The fingerprint", BadRequest)

@@ -25,7 +25,16 @@ from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import DTYPES
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, named_options, short_repr
+from replaylens.engine.request.values import (
+    as_bool,
+    as_float,
+    as_instance,
+    as_int,
+    as_list,
+    as_processes,
+    named_options,
+    short_repr,
+)
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import EngineKeywords
 from replaylens.engine.serving.request import SAMPLING
@@ -112,7 +121,7 @@ class Engine(TransformerLensVerbs):
             dtype = torch.float32 if dtype is None and "cpu" in where else dtype
         dtype = default_dtype(device, dtype)
         _require_float32(dtype, where)
-        ranks = as_int("ranks", ranks, 1)
+        ranks = as_int("ranks", ranks, 1) if launched() else as_processes("ranks", ranks)
         if ranks > 1:
             if not isinstance(where, str):
                 raise BadRequest(f"Both devices={list(where)} and ranks={ranks} were given. Give one of them.")
@@ -211,6 +220,8 @@ class Engine(TransformerLensVerbs):
         sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
         sampling = replace(sampling, seed=sampling.seed + as_int("seed", seed))
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
+        if options.max_new is not None:
+            self.require_positions("max_new", options.max_new)
         return Run(self, replay_examples(self, self._examples(examples, text, labels), options, batch, progress), options)
 
     def texts(self, given: Any, *, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
@@ -285,7 +296,7 @@ def default_dtype(device: str, dtype: str | torch.dtype | None = None) -> torch.
 
 def placed_devices(given: Any, device: str) -> tuple[str, ...]:
     """`devices` of `Engine.load`, each with its number; BadRequest if one is missing, or `device` names another kind."""
-    listed = [given] if isinstance(given, str) else list(given)
+    listed = [given] if isinstance(given, str) else as_list("devices", given, 'a list of devices, such as ["cuda:0", "cuda:1"]')
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     named = tuple("cuda:0" if isinstance(each, str) and each == "cuda" else each for each in listed)
     if not named:

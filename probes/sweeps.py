@@ -20,6 +20,7 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
 from replaylens.engine.files import write_file
+from replaylens.engine.machine import require_room
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int, as_list, short_repr, verb
 from replaylens.engine.terminal import hidden
@@ -386,14 +387,21 @@ def sweep(
         groups=groups if groups is None or isinstance(groups, str) else GIVEN,
         **options,
     )
-    if as_int("jobs", jobs, error=ProbeError) == 0:
-        raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
+    require_jobs(jobs, backend)
     blank = _blank(rows, settings, engine, untrained)
     if groups is not None and not isinstance(groups, str):
         rows = with_groups(rows, groups)
     make_split = splitter(settings) if isinstance(split, str) else partial(own_split, split)
     with joblib_backend(backend):
         return _Sweep(rows, settings, places, make_split, blank, resume, jobs, progress).run()
+
+
+def require_jobs(jobs: int, backend: str | None = None) -> None:
+    """Raise ProbeError for a number of processes that is none, or for which this machine has no room."""
+    if as_int("jobs", jobs, error=ProbeError) == 0:
+        raise ProbeError("jobs=0 runs nothing. Give a number of processes, or -1 for one per core.")
+    if backend != "ray":  # whose cluster has other machines
+        require_room(f"jobs={short_repr(jobs)}", processes=int(jobs), error=ProbeError)
 
 
 def _maker(given: Any, engine: Engine | None, untrained: ProbeRows | bool | None) -> tuple[Engine | None, ProbeRows | None]:

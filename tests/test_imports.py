@@ -22,7 +22,7 @@ CORE: tuple[tuple[str, ...], ...] = (
     ("boundary",),
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
-    ("engine/files", "engine/records"),
+    ("engine/files", "engine/machine", "engine/records"),
     ("engine/model",),
     ("engine/display", "engine/request", "engine/memory"),
     ("engine/passes",),

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from replaylens.engine.dump.files import DumpFiles, Located, SiteArray, gather, shard_starts
 from replaylens.engine.errors import BadRequest, MissingPackage
-from replaylens.engine.request.values import as_bool, as_int, short_repr
+from replaylens.engine.request.values import as_bool, as_int, as_processes, short_repr
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -216,7 +216,7 @@ class Feed(IterableDataset[dict[str, Tensor]]):
 
     def loader(self, workers: int = 0, pin_memory: bool = False) -> Iterator[dict[str, Tensor]]:
         """The same batches in the same order, read ahead by other processes. `state_dict` counts those handed out."""
-        workers = as_int("workers", workers, 0)
+        workers = as_processes("workers", workers, 0)
         if not workers and not pin_memory:
             yield from self
             return

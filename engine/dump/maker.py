@@ -8,6 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict
 
+import torch
+
 from replaylens.engine.dump.content import Content, pieces_of
 from replaylens.engine.dump.manifest import SiteEntry
 from replaylens.engine.dump.plan import (
@@ -26,15 +28,17 @@ from replaylens.engine.dump.plan import (
 )
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
+from replaylens.engine.dump.store import Store
 from replaylens.engine.dump.writer import DumpWriter, WorkerPart
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.admission import FIXED_WINDOW
+from replaylens.engine.machine import require_room
 from replaylens.engine.model.sites import layer_of
-from replaylens.engine.replay.replayer import ReplayOptions, Result, replay_examples
+from replaylens.engine.replay.replayer import ReplayOptions, Result, bytes_of_example, replay_examples
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, defines, short_repr, verb
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_processes, defines, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import Watch
 from replaylens.tasks.registry import require_own_name
@@ -122,6 +126,8 @@ def make_plan(
         raise BadRequest(f"sites={sites!r} stores nothing. Give letters of STCZ, or site names.")
     _check_widths(engine, spec.sites)
     drafter = as_instance("drafter", drafter, str, "the name of a drafter")
+    if window is not None:
+        engine.require_positions("window", as_int("window", window, 1))
     return DumpPlan(
         task=task.name,
         knobs=plain(dict(vars(task.knobs))),
@@ -132,7 +138,7 @@ def make_plan(
         drafter_settings=drafter_settings(engine, drafter),
         window=_window(engine, drafter, None if window is None else as_int("window", window, 1)),
         sampling=as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling"),
-        max_new=None if max_new is None else as_int("max_new", max_new, 0),
+        max_new=None if max_new is None else engine.require_positions("max_new", as_int("max_new", max_new, 0)),
         rejected=rejected,
         positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
         dtype=str(engine.model.dtype).removeprefix("torch.") if dtype is None else dtype,
@@ -292,6 +298,21 @@ def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
     return found
 
 
+def _require_room(maker: ShardMaker, path: str | Path) -> None:
+    """BadRequest if a shard exceeds the memory or the dump a local disk, by a few of the examples' prompts."""
+    engine, plan = maker.engine, maker.plan
+    if len(plan.examples) <= maker.batch:
+        return
+    each, count = bytes_of_example(engine, maker.task, plan.examples, maker.wanted), len(plan.examples)
+    shard = min(count, plan.examples_per_shard)
+    require_room(f"examples_per_shard={plan.examples_per_shard}", memory=shard * each)
+    if plan.positions == "all" and (store := Store(path)).local:
+        stored = bytes_of_example(engine, maker.task, plan.examples, list(plan.sites)) if plan.sites else 0
+        dtype: torch.dtype = getattr(torch, plan.dtype)
+        stored = stored * dtype.itemsize // engine.model.dtype.itemsize
+        require_room(f"examples={count}", disk=count * stored, path=store.root)
+
+
 def write_dump(
     engine: Core,
     plan: DumpPlan,
@@ -310,7 +331,10 @@ def write_dump(
     part     (i, n): write only every n-th shard, from number i on; n such calls, in any processes, complete the dump
     writers  number of threads that hash and write shards during the replay; each holds one shard in memory
     """
+    writers = as_processes("writers", writers)
+    Store(path).require_writable()
     maker = ShardMaker(engine, plan, batch)
-    writers = as_int("writers", writers, 1)
+    if not resume:
+        _require_room(maker, path)
     writer = DumpWriter(path, plan, engine.fingerprint)
     return writer.write(maker.make, maker.sites, maker.expect, resume=resume, part=part, progress=progress, writers=writers)

@@ -21,6 +21,7 @@ from fsspec.registry import available_protocols, registry
 
 from replaylens.engine.errors import BadDump, BadRequest, DumpWriteFailed, EngineError, StoreFailed
 from replaylens.engine.files import appearing, hidden_name
+from replaylens.engine.request.values import output_path
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 
@@ -111,11 +112,17 @@ class Store:
             raise BadDump(f"{name!r} is not a valid name for a file of a dump.")
         return f"{self.root}/{name}"
 
+    def require_writable(self) -> None:
+        """BadRequest if a folder of this machine cannot be made or written. Leaves nothing."""
+        if self.local:
+            output_path(self.root, folder=True)
+
     def make(self) -> None:
         """Create the folder if it does not exist, but not a bucket: that would hide a mistyped name.
 
         Where paths have no leading slash, their first part is a bucket, or something else that only its owner creates.
         """
+        self.require_writable()
         try:
             if self._has_bucket():
                 self.fs.makedirs(self.root, exist_ok=True)

@@ -64,7 +64,7 @@ class JobQueue:
             return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
         if record.status is BranchStatus.REJECTED:
             return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")
-        if not record.tokens:
+        if not record.tokens and job.new_tokens:
             return BadRequest(f"Branch {record.id} has no tokens. Force at least one before generating.")
         drafts = job.forced_drafts or {}
         named = [

@@ -3,7 +3,6 @@
 import hashlib
 import math
 import mmap
-import os
 import sys
 from bisect import bisect
 from collections.abc import Collection, Iterator, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, KVCorruption
+from replaylens.engine.machine import total_memory
 from replaylens.engine.memory.pages import PageCopy, PagePool, PageTable
 from replaylens.engine.memory.rooms import Rooms
 from replaylens.engine.model.config import ModelConfig
@@ -374,7 +374,7 @@ def require_memory(
     state_tokens: int | None = None,
 ) -> None:
     """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or its devices."""
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host = total_memory()
     there = sum(host if x.type == "cpu" else torch.cuda.get_device_properties(x).total_memory for x in devices)
     needs = lambda tokens: cache_bytes(config, tokens, page_size, dtype, state_tokens)  # noqa: E731
     if needs(num_tokens) <= there:

@@ -1,7 +1,6 @@
 """`Source`: tensors by their Hugging Face names, from files or from a model in memory."""
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -13,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadWeights, MissingTensor, NotEnoughMemory
+from replaylens.engine.machine import total_memory
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import Packable
@@ -182,7 +182,7 @@ def free_memory(device: torch.device) -> int:
     """Bytes; of a CPU those of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total_memory()
 
 
 class Filler:

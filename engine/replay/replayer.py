@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
 from replaylens.engine.errors import BadRequest, BadTrace, EngineError, ReplayMismatch
 from replaylens.engine.loop.lane import Lane, Statistics
+from replaylens.engine.machine import require_room
 from replaylens.engine.memory.tree import ORDINARY, BranchRecord
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.proof.trace import Trace, path_digest
@@ -22,7 +24,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
 from replaylens.engine.terminal import hidden
-from replaylens.tasks.task import Example
+from replaylens.tasks.task import Example, Task
 
 if TYPE_CHECKING:
     from replaylens.engine.thinking.thoughts import Thoughts
@@ -117,6 +119,8 @@ def replay_examples(
     for example in examples:
         as_instance("examples", example, Example, "examples of a task, such as tasks.get('coin')().examples(4)")
     o, results = options, list[Result]()
+    if len(examples) > batch and o.sites:
+        require_captured(engine, examples, range(len(examples)), o.sites, f"A run of {len(examples)} examples")
     with tqdm(total=len(examples), unit="example", disable=hidden(progress)) as bar:
         for first in range(0, len(examples), batch):
             some = examples[first : first + batch]
@@ -131,6 +135,29 @@ def replay_examples(
                     branch.release()
             bar.update(len(some))
     return results
+
+
+def require_captured(
+    engine: Core, source: Task[Any] | Sequence[Example], indices: Sequence[int], sites: str | Sequence[str], what: str
+) -> None:
+    """BadRequest if the captured rows of these examples take more memory than there is, by a few of their prompts."""
+    if indices:
+        require_room(what, memory=len(indices) * bytes_of_example(engine, source, indices, sites))
+
+
+def bytes_of_example(
+    engine: Core, source: Task[Any] | Sequence[Example], indices: Sequence[int], sites: str | Sequence[str]
+) -> int:
+    """What the rows of one prompt take at the sites, on average over a few examples."""
+    few = [indices[len(indices) * i // _FEW] for i in range(_FEW)]
+    prompts = [prompt_of(source[i] if isinstance(source, Sequence) else source.example(i)) for i in few]
+    rows = sum(len(engine.text.encode(each) if isinstance(each, str) else each) for each in prompts)
+    shapes = [engine.sites.sites[name].shape for name in engine.capture_spec(sites).sites if name in engine.sites.sites]
+    return rows * sum(map(prod, shapes)) * engine.model.dtype.itemsize // _FEW
+
+
+_FEW = 8
+"""examples that stand for all"""
 
 
 def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions) -> Sequence[Branch]:

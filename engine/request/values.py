@@ -16,12 +16,14 @@ from functools import wraps
 from itertools import takewhile
 from pathlib import Path
 from reprlib import Repr
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
 from replaylens import boundary
 from replaylens.engine.errors import BadRequest, EngineError, UnknownOption
+from replaylens.engine.machine import free_disk, require_room
 from replaylens.engine.terminal import Later
 
 if TYPE_CHECKING:
@@ -167,21 +169,40 @@ def _listed(found: list[Any]) -> list[Any]:
     return found
 
 
+def as_processes(name: str, value: Any, least: int = 1, on: int | None = None) -> int:
+    """A number of processes for which there is room; on: the cores of other machines that run them."""
+    found = as_int(name, value, least)
+    require_room(f"{name}={short_repr(found)}", processes=found, on=on)
+    return found
+
+
 def output_path(given: str | Path, folder: bool = False) -> Path:
-    """A path at which a file, or a folder, can be written; BadRequest if not. Makes nothing, so that it can be asked before
+    """A path at which a file, or a folder, can be written; BadRequest if not. Leaves nothing, so that it can be asked before
     the work whose result goes there."""
-    path = Path(given)
+    path = as_path("path", given)
+    refused = f"Cannot write to {str(given)[:200]}: {{}}. Give another path."
     for place in (path, *path.absolute().parents):
         try:
             os.lstat(place)
         except (FileNotFoundError, NotADirectoryError):
             continue
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            raise BadRequest(refused.format(getattr(error, "strerror", None) or error)) from error
+        if not (place.is_dir() or (place == path and not folder)):
+            raise BadRequest(refused.format(f"{place} is not a folder"))
+        try:
+            if not os.access(place, os.W_OK):
+                raise PermissionError
+            if place.is_file():
+                with place.open("ab"):
+                    pass
+            if place.is_dir():
+                with TemporaryFile(dir=place):  # a system of its own, such as /proc, refuses what permissions allow
+                    pass
+                if not free_disk(place):
+                    raise BadRequest(refused.format(f"there is no room left in {place}"))
         except OSError as error:
-            raise BadRequest(f"Cannot write to {str(given)[:200]}: {error.strerror}. Give another path.") from error
-        fits = place.is_dir() or (place == path and not folder)
-        if not fits or not os.access(place, os.W_OK):
-            why = "is not writable" if fits else "is not a folder"
-            raise BadRequest(f"Cannot write to {str(given)[:200]}: {place} {why}. Give another path.")
+            raise BadRequest(refused.format(f"{place} is not writable")) from error
         break
     return path
 

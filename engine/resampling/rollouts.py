@@ -36,7 +36,7 @@ from replaylens.engine.errors import (
 from replaylens.engine.files import appearing
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
-from replaylens.engine.request.values import hides
+from replaylens.engine.request.values import hides, output_path
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, OutcomeCounts, Race, ResamplePlan
 
 if TYPE_CHECKING:
@@ -172,9 +172,9 @@ class WaveFolder:
     def create(cls, folder: str | Path, plan: ResamplePlan, wave: int, made_by: Fingerprint | None = None) -> WaveFolder:
         """A new folder, or the one that is there: it keeps its size of waves. PlanMismatch if it has other rollouts.
 
-        BadRollouts if the folder is not empty and holds no rollouts, DumpWriteFailed if it cannot be made or written.
+        BadRequest if the folder cannot be made or written, BadRollouts if it is not empty and holds no rollouts.
         """
-        path = Path(folder)
+        path = output_path(folder, folder=True)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

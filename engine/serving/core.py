@@ -177,7 +177,7 @@ class PromptKeywords(CaptureKeywords, total=False):
 
 @hides(
     *("cancel", "forest", "guesses", "handle", "lenses", "lock", "loop", "open_stream", "placed", "planted", "prefix"),
-    *("runner", "serve", "token_ids_of", "tokenized", "tree", "variants"),
+    *("require_positions", "runner", "serve", "token_ids_of", "tokenized", "tree", "variants"),
 )
 class Core(Generation, NotCopyable):
     """A model, its KV cache and its tree of branches.

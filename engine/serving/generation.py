@@ -82,6 +82,12 @@ class TokenReader:
             raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions.")
         return ids
 
+    def require_positions(self, name: str, count: int) -> int:
+        """The count; BadRequest if it exceeds the model's positions."""
+        if count > (most := self.config.max_positions):
+            raise BadRequest(f"{name}={count} exceeds the model's {most} positions. Give at most {most}.")
+        return count
+
     def _target(self, target: str | int) -> int:
         if not isinstance(target, str):
             return self._check_tokens(token_ids("targets", [target]))[0]
@@ -194,6 +200,8 @@ class Generation(TokenReader):
             raise BadRequest(f"{branch.length} tokens and {request.n} more exceed the model's {most} positions. Ask for fewer.")
         if branch.finish_reason:
             raise ClosedBranch(f"Branch {branch.id} is finished. Roll it back or fork it to continue.")
+        if request.window is not None:
+            self.require_positions("window", request.window)
         _warn_of_equal_draws(self.loop.lanes, branch, request)
         return request.job(branch.lane, self.text.eos_id)
 

@@ -73,13 +73,15 @@ class Suggestion(NamedTuple):
 
 def _load(name: str) -> Any:
     """The command, or group of commands, with this name."""
+    from replaylens.commands.reporting import Command
+
     module = import_module(f"replaylens.commands.{COMMANDS[name]}")
     if hasattr(module, "app"):
         group = typer.main.get_command(module.app)
         group.name = name
         return group
     alone = typer.Typer(add_completion=False)
-    alone.command(name)(getattr(module, name))
+    alone.command(name, cls=Command)(getattr(module, name))
     return typer.main.get_command(alone)
 
 

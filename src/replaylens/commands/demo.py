@@ -16,6 +16,7 @@ from replaylens import tasks
 from replaylens.commands.options import FETCHED, verify_command
 from replaylens.commands.reporting import reporting, say_error
 from replaylens.engine.errors import BadRequest, EngineError, no_such
+from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 from replaylens.tasks.tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def demo(
     from replaylens.engine.training import embedded as zoo
 
     with reporting():
+        require_room(f"examples={examples}", memory=examples * EXAMPLE_BYTES)
         output_path(out / "report.html")
+        output_path(out, folder=True)
         _begin("1/5 Load a model")
         engine, longest = Engine.load(MODEL, record=True), zoo.recipe(MODEL).longest
         trained, beyond = _accuracy(engine, longest), _accuracy(engine, 2 * longest)
@@ -104,9 +107,12 @@ def _accuracy(engine: Engine, length: int) -> float:
 
 
 def _replay(engine: Engine, number: int) -> Run:
+    from replaylens.engine.replay.replayer import require_captured
     from replaylens.engine.replay.run import Run
 
-    stories = tasks.get("coin")(**KNOBS).examples(number)
+    task = tasks.get("coin")(**KNOBS)
+    require_captured(engine, task, range(number), "STCZ", f"examples={number}")
+    stories = task.examples(number)
     run = engine.replay(stories, sites="STCZ", drafter=DRAFTER, window=WINDOW, progress=False)
     assert isinstance(run, Run)
     return run

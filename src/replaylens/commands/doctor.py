@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from replaylens.commands.options import MODEL_HELP, DtypeOption, RanksOption
+from replaylens.commands.reporting import reporting
+from replaylens.engine.machine import require_room
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -36,10 +38,12 @@ def doctor(
     from replaylens.engine.proof import certificates
     from replaylens.engine.proof.doctor import examine_ranks
 
-    certificate = certificates.examine(_load(model, device, dtype))
-    if ranks > 1:
-        found = examine_ranks(Ranks(ranks, device, default_dtype(device, dtype)))
-        certificate = replace(certificate, findings=(*certificate.findings, *found))
+    with reporting():
+        require_room(f"ranks={ranks}", processes=ranks)
+        certificate = certificates.examine(_load(model, device, dtype))
+        if ranks > 1:
+            found = examine_ranks(Ranks(ranks, device, default_dtype(device, dtype)))
+            certificate = replace(certificate, findings=(*certificate.findings, *found))
     if json:
         typer.echo(certificate.to_json())
     else:
@@ -99,14 +103,16 @@ def warm(
     from replaylens.engine.engine import default_dtype, folder_of
     from replaylens.engine.model.loading import config_of
 
-    default_dtype(device, dtype)
-    config, begun = few_layers(config_of(folder_of(model))), monotonic()
-    if device == "cpu":
-        processes = 1  # numba's kernels are few
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        if device == "cuda":  # in threads: it compiles what the others begin with
-            pool.submit(_examine, config.to_json(), device, dtype).result()
-        list(pool.map(partial(_warm, config.to_json(), device, dtype), range(processes)))
+    with reporting():
+        require_room(f"processes={processes}", processes=processes)
+        default_dtype(device, dtype)
+        config, begun = few_layers(config_of(folder_of(model))), monotonic()
+        if device == "cpu":
+            processes = 1  # numba's kernels are few
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+            if device == "cuda":  # in threads: it compiles what the others begin with
+                pool.submit(_examine, config.to_json(), device, dtype).result()
+            list(pool.map(partial(_warm, config.to_json(), device, dtype), range(processes)))
     with_how_many = f"{processes} processes" if processes > 1 else "1 process"
     Console().print(f"{model}: kernels for {device} are compiled ({monotonic() - begun:.1f} s, {with_how_many})")
 

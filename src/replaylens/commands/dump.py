@@ -39,9 +39,10 @@ from replaylens.commands.options import (
     know_task,
     unknown_maker,
 )
-from replaylens.commands.reporting import reporting, size
+from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.errors import BadRequest, BadRollouts, BadWeights
+from replaylens.engine.machine import in_bytes, require_room
 from replaylens.engine.records import DTYPES, SCHEME, Identifier
 
 if TYPE_CHECKING:
@@ -131,11 +132,17 @@ def dump(
     """Replay examples of a task, or texts, and write every captured row, with labels and hashes. Can be interrupted and
     resumed."""
     from replaylens.engine.dump.maker import PlanKeywords
+    from replaylens.engine.dump.store import Store
     from replaylens.engine.request.sampling import Sampling
 
     with reporting(lambda: "the same command with --resume" if _is_begun(out) else None):
         check_drafter(model, drafter, draft_model)
         _check_texts(out, texts, label, task, knob)
+        if keep is not None and not features:
+            raise BadRequest(f"--keep {keep} says how many of --features to store, and none are given. Leave it out.")
+        Store(out).require_writable()
+        for name, count in (("ranks", ranks), ("writers", writers or 1)):
+            require_room(f"{name}={count}", processes=count)
         if resume and not (_is_begun(out) or _was_killed_early(out)):
             raise BadRequest(f"--out {out} holds no dump to resume. Leave out --resume to start one, or correct the path.")
         _check_dtypes(device, dtype, stored_dtype)
@@ -238,7 +245,7 @@ def _tell_dump(made: Dump | None, out: str, as_json: bool) -> None:
     elif made is None:
         typer.echo(f"{out}: this part is done; the dump is not finished yet")
     else:
-        typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {size(facts['bytes'])}")
+        typer.echo(f"{out}: {facts['rows']} rows in {facts['shards']} shards, {in_bytes(facts['bytes'])}")
         typer.echo(f"computed in {facts['arithmetic']}, stored in {facts['stored_dtype']}")
         typer.echo(f"digest {facts['digest']}\naccepted rows {facts['accepted_digest']}")
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replaylens.commands.options import verify_command
-from replaylens.commands.reporting import reporting, size
+from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
+from replaylens.engine.machine import in_bytes
 from replaylens.tasks.texts import GivenTexts
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The lines of `inspect` without --json."""
     for name in ("path", "digest", "accepted_digest", "arithmetic", "stored_dtype", "rows", "accepted_rows", "shards"):
         yield name.replace("_", " "), str(facts[name])
-    yield "size", f"{size(facts['bytes'])}"
+    yield "size", f"{in_bytes(facts['bytes'])}"
     for name, value in facts["plan"].items():
         if name != "edits":
             yield f"plan: {name}", ", ".join(value) if name == "sites" else str(value)

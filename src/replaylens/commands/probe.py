@@ -24,6 +24,7 @@ from replaylens.commands.options import (
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 
 if TYPE_CHECKING:
     from replaylens.engine.dump.reader import Dump
@@ -96,9 +97,10 @@ def probe(
         return
     with reporting(lambda: "the same command" if resume else None):
         from replaylens.probes.settings import SweepKeywords
-        from replaylens.probes.sweeps import sweep
+        from replaylens.probes.sweeps import require_jobs, sweep
 
-        _check_outputs(out, save_probes)
+        require_jobs(jobs, backend)
+        _check_outputs(out, save_probes, resume)
         found = _open(path, check, task)
         if save_probes is not None:
             _refuse_foreign_probes(Path(save_probes), found.labels if "state" in _words(label) else _words(label))
@@ -151,6 +153,7 @@ def steer(
         from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 
         _check_outputs(out)
+        require_room(f"n={n}", memory=n * EXAMPLE_BYTES)
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
         found = _open(path, check, task)
@@ -219,15 +222,16 @@ def _save_best(dump: Dump, report: Report, folder: Path) -> None:
         typer.echo(f"{made.save(folder / label)}: {label} at {best['site']}{best['layer']}, {best['position']}", err=True)
 
 
-def _check_outputs(report: str | None, probes: str | None = None) -> None:
+def _check_outputs(report: str | None, *folders: str | None) -> None:
     """Raise before the work if its result could not be written."""
     from replaylens.engine.request.values import output_path
     from replaylens.probes.report import report_folder
 
     if report is not None:
         report_folder(report)
-    if probes is not None:
-        output_path(probes, folder=True)
+    for folder in folders:
+        if folder is not None:
+            output_path(folder, folder=True)
 
 
 def _refuse_foreign_probes(folder: Path, labels: Sequence[str]) -> None:

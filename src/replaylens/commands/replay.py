@@ -31,6 +31,7 @@ from replaylens.commands.options import (
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -72,6 +73,7 @@ def replay(
     with reporting():
         check_drafter(model, drafter, draft_model)
         target = None if board is None else board_file(board)
+        require_room(f"n={n}", memory=n * EXAMPLE_BYTES)
         engine = Engine.load(model, device=device, dtype=dtype, draft_model=draft_model, record=target is not None)
         examples = tasks.load(task)(**settings(knob)).examples(n)
         run = engine.replay(

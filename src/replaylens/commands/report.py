@@ -26,9 +26,10 @@ from replaylens.commands.options import (
     unknown_maker,
     verify_command,
 )
-from replaylens.commands.reporting import reporting, size
+from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.machine import in_bytes
 
 if TYPE_CHECKING:
     from replaylens.engine.dump.reader import Dump
@@ -83,7 +84,7 @@ def report(
     if as_json:
         typer.echo(json.dumps({"path": str(written), "bytes": count, "verdict": None if verdict is None else asdict(verdict)}))
     else:
-        typer.echo(f"{written}: {size(count)}; {found}")
+        typer.echo(f"{written}: {in_bytes(count)}; {found}")
     if verdict is not None and verdict.status == MISMATCH:
         raise typer.Exit(1)
 

@@ -1,14 +1,18 @@
 """Error reporting of commands: one line on stderr that starts with the error's name; exit codes as in `cli`."""
 
+import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperCommand
 
 from replaylens.engine.errors import ClusterFailed, DumpLocked, EngineError, RankFailed, StoreFailed
 from replaylens.tasks.errors import TaskError
@@ -63,17 +67,47 @@ def _terminable() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
-def size(count: int) -> str:
-    """A number of bytes in kB, MB or GB, with at least two digits that count."""
-    for unit, one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= one:
-            return f"{count / one:.1f} {unit}"
-    return f"{count} bytes"
-
-
 def say_error(error: Exception) -> None:
-    """Print the error's name and message as one line."""
-    say(f"{type(error).__name__}: {error}")
+    """Print the error's name and message as one line, which names options as the shell does."""
+    say(f"{type(error).__name__}: {in_shell_words(str(error))}")
+
+
+_parameters: ContextVar[Sequence[Any]] = ContextVar("parameters", default=())
+"""of the command that runs"""
+
+
+class Command(TyperCommand):
+    """A command whose errors name its options."""
+
+    def invoke(self, ctx: Any) -> Any:
+        before = _parameters.set(self.params)
+        try:
+            return super().invoke(ctx)
+        finally:
+            _parameters.reset(before)
+
+
+SHELL_NAMES = {"examples": "n", "examples_per_shard": "shard_examples"}
+"""options of calls -> parameters of commands, where they differ"""
+
+
+def in_shell_words(text: str) -> str:
+    """The message of a call with `max_new=5` as `--max-new 5`, for options that the running command has."""
+    known = {each.name: each for each in _parameters.get()}
+
+    def written(found: re.Match[str]) -> str:
+        option = known.get(found[1]) or known.get(SHELL_NAMES.get(found[1], ""))
+        if option is None or not option.opts[0].startswith("--"):
+            return found[0]
+        if found[2] in ("True", "False"):
+            return option.opts[0] if found[2] == "True" else (*option.secondary_opts, f"no {option.opts[0]}")[0]
+        return f"{option.opts[0]} {found[2]}"
+
+    return _GIVEN.sub(written, text)
+
+
+_GIVEN = re.compile(r"""(?<![\w.(-])([a-z]\w*)=('[^']*'|"[^"]*"|[^\s'",;()]*[^\s'",;:.()])""")
+"""an option of a call with its value, as errors write it"""
 
 
 def say(line: str) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
+from replaylens.engine.errors import BadRequest
 
 
 def reproduce(
@@ -26,6 +27,8 @@ def reproduce(
             typer.echo(f"{figure.name:<16} arXiv {figure.source}  {figure.claim}")
         return
     with reporting():
+        if not name:
+            raise BadRequest(f"No figure given. Name one of {', '.join(FIGURES)}; --list says what they are.")
         found = made(name)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))

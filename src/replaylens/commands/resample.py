@@ -14,6 +14,7 @@ from replaylens.commands.options import MODEL, DeviceOption, DtypeOption, ModelO
 from replaylens.commands.reporting import reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.machine import require_room
 from replaylens.engine.records import parse
 
 if TYPE_CHECKING:
@@ -67,8 +68,10 @@ def resample(
 ) -> None:
     """Draw rollouts at positions of a chain and count their outcomes. Repeat the command to continue an unfinished folder."""
     from replaylens.engine import cluster
+    from replaylens.engine.dump.store import Store
     from replaylens.engine.engine import Engine
     from replaylens.engine.request.sampling import Sampling
+    from replaylens.engine.request.values import output_path
     from replaylens.engine.resampling.rollouts import Rollouts
     from replaylens.engine.serving.branch import ResampleKeywords
 
@@ -78,6 +81,11 @@ def resample(
         options["answer"] = _answer(answer, choice or [], after)
         if dump is not None and not sites:
             raise BadRequest("--dump writes the rows of --sites, and none are captured. Give --sites, such as S.")
+        output_path(out, folder=True)
+        if dump is not None:
+            Store(dump).require_writable()
+        if workers is not None and ray is None:
+            require_room(f"workers={workers}", processes=workers)
         chosen: dict[str, Any] = {"device": device, "dtype": dtype, "cache_tokens": cache_tokens}
         chains = list(_chains(prompt, chat, chain, file))
         engine = None if ray or workers else Engine.load(model, **chosen)

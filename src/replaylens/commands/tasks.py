@@ -12,7 +12,8 @@ from rich.text import Text
 
 from replaylens import tasks
 from replaylens.commands.options import complete_task
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import Command, reporting
+from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 from replaylens.tasks.conformance import BrokenPromise
 from replaylens.tasks.errors import TaskError, UnknownLabel
 from replaylens.tasks.reading import NEXT_ACTION
@@ -32,7 +33,7 @@ TaskArgument = Annotated[
 app = typer.Typer(help="Tasks with exact ground truth: list them, show examples, check a new one.", no_args_is_help=True)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_tasks(as_json: JsonOption = False) -> None:
     """List every task with its knobs, their defaults and meanings."""
     if as_json:
@@ -62,7 +63,7 @@ def _about(name: str) -> dict[str, Any]:
     return {"name": name, "description": task.description, "knobs": knobs, "labels": task().label_names}
 
 
-@app.command()
+@app.command(cls=Command)
 def show(
     name: TaskArgument,
     n: Annotated[int, typer.Option("--n", min=1, help="Number of examples.")] = 3,
@@ -72,6 +73,7 @@ def show(
 ) -> None:
     """Show examples of a task, with labels aligned under the tokens."""
     with reporting():
+        require_room(f"n={n}", memory=n * EXAMPLE_BYTES)
         task = tasks.load(name)(**settings(knob))
         wanted = _wanted(task, labels)
         examples = task.examples(n)
@@ -86,7 +88,7 @@ def show(
             console.print(line, no_wrap=True, overflow="ellipsis")
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     name: TaskArgument,
     n: Annotated[int, typer.Option("--n", min=2, help="Number of examples.")] = 200,
@@ -95,6 +97,7 @@ def check(
 ) -> None:
     """Check that a task keeps the promises of its labels. Exit codes: 0 all kept, 1 one is broken."""
     with reporting():
+        require_room(f"n={n}", memory=n * EXAMPLE_BYTES)
         task = tasks.load(name)(**settings(knob))
     tell_promises(tasks.check(task, n), as_json)
 

@@ -31,13 +31,13 @@ from replaylens.commands.dump import verify as verify_command
 from replaylens.commands.inspect import inspect
 from replaylens.commands.options import engine_for
 from replaylens.commands.replay import replay
-from replaylens.commands.reporting import size
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, ends_of
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, Comparison, Verification, diff, verify
 from replaylens.engine.engine import Engine, default_dtype
 from replaylens.engine.errors import BadDump, BadEdit, BadRequest, NotCaptured, PlanMismatch
+from replaylens.engine.machine import in_bytes
 from replaylens.engine.model import hub, loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.records import DTYPES
@@ -453,7 +453,7 @@ def test_a_page_replaces_a_page(reference: Dump, tmp_path: Path) -> None:
 
 
 def test_sizes_are_never_rounded_to_nothing() -> None:
-    assert [size(n) for n in (12, 999, 1000, 20_500, 3_140_000, 2.5e9)] == [
+    assert [in_bytes(n) for n in (12, 999, 1000, 20_500, 3_140_000, 2.5e9)] == [
         "12 bytes", "999 bytes", "1.0 kB", "20.5 kB", "3.1 MB", "2.5 GB",
     ]  # fmt: skip
 

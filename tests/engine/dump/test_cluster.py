@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from replaylens.engine import cluster
+from replaylens.engine import cluster, machine
 from replaylens.engine.cluster import dump_on_cluster
 from replaylens.engine.dump.lock import DumpLock
 from replaylens.engine.dump.maker import make_plan, write_dump
@@ -247,7 +248,7 @@ def test_no_cluster_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ray, "init", nobody)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ClusterFailed, match="not found at nowhere:1: ConnectionError: nobody"), cluster.connected("nowhere:1"):
+    with pytest.raises(ClusterFailed, match="not found at auto: ConnectionError: nobody"), cluster.connected("auto"):
         pass
 
     def wrong(**options: Any) -> None:
@@ -292,6 +293,74 @@ def test_a_cluster_that_starts_too_slowly_is_started_again(monkeypatch: pytest.M
     again = [str(each.message) for each in told if each.category is SlowCluster]
     assert len(again) == len(started) - 1, "each further attempt is announced, the first one is not"
     assert all(text.startswith(f"Attempt {i} of 3") and "timed out" in text for i, text in enumerate(again, 1))
+
+
+def test_an_address_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends before Ray is asked, which would wait for minutes. The control: an address that answers is Ray's to judge."""
+    ray, asked = pytest.importorskip("ray"), list[str]()
+    monkeypatch.setattr(ray, "init", lambda address, **options: asked.append(address))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    with socket.create_server(("127.0.0.1", 0)) as open_port:
+        here = f"127.0.0.1:{open_port.getsockname()[1]}"
+        for address in (here, f"ray://{here}"):
+            with cluster.connected(address):
+                pass
+    assert asked == [here, f"ray://{here}"]
+    for address in (here, f"ray://{here}", "nowhere.invalid:1"):
+        with pytest.raises(ClusterFailed, match=f"not found at {address}: .*Check the address"), cluster.connected(address):
+            pass
+    assert len(asked) == 2
+
+
+def test_too_many_workers_or_ranks(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    """Refused before a cluster is connected if it is of this machine alone, else once its size is known. The control: what
+    the cluster has room for starts."""
+    ray = fake(cpus=100)
+    allowed = max(machine.FEWEST, machine.PER_CORE * machine.cores())
+    with pytest.raises(BadRequest, match=f"workers={allowed + 1} asks for .* at most {allowed}"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, workers=allowed + 1, **OPTIONS)
+    with pytest.raises(BadRequest, match="workers=401 asks for 401 processes, but there are 100 cores"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, address="there:1", workers=401, **OPTIONS)
+    with pytest.raises(BadRequest, match="ranks=1000000000 asks"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", 2, engine_options={"ranks": 10**9}, **OPTIONS)
+    assert not ray.started
+    assert dump_on_cluster(str(model_folder), tmp_path, "coin", 2, address="there:1", workers=400, **OPTIONS) is not None
+
+
+@pytest.mark.parametrize("gone", ["its machines", "the cluster"])
+def test_a_cluster_that_dies_is_noticed(fake: Any, model_folder: Path, tmp_path: Path, gone: str) -> None:
+    """Where no worker can come any more, nobody waits for the hour that one may take to load a model."""
+
+    def dies(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        if method == "write":
+            ray.cpus, ray.slow["started"] = 0, 1000
+            if gone == "the cluster":
+                ray.cluster_resources = lambda: raised(RayError("the head does not answer"))
+        return method == "write"
+
+    ray = fake(dies)
+    said = {"its machines": "0 CPUs are left, and a worker takes 1", "the cluster": "cluster is gone.*head does not answer"}
+    with pytest.raises(ClusterFailed, match=f"{said[gone]}.*can be resumed"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
+    assert ray.slow["started"] == 999, "one silence was enough"
+
+
+def raised(error: Exception) -> Any:
+    raise error
+
+
+def test_a_worker_that_cannot_start_again(fake: Any, model_folder: Path, tmp_path: Path) -> None:
+    """The process of a worker in a dead one's place has the limit of the first process, not that of a model's loading."""
+
+    def dies(actor: int, method: str, args: tuple[Any, ...]) -> bool:
+        if method == "write":
+            ray.slow["started"] = 1000
+        return method == "write"
+
+    ray = fake(dies)
+    with pytest.warns(SlowCluster), pytest.raises(ClusterFailed, match=f"Waited {cluster.START_SECONDS} s for other workers"):
+        dump_on_cluster(str(model_folder), tmp_path, "coin", EXAMPLES, workers=1, **OPTIONS)
 
 
 def test_connecting_keeps_the_handler_of_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:

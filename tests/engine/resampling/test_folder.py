@@ -333,7 +333,7 @@ def test_impossible_folders(tmp_path: Path, kind: str) -> None:
         target.symlink_to(tmp_path / "nothing")
     else:
         target.write_text("mine")
-    with pytest.raises(DumpWriteFailed, match="Cannot create the folder"):
+    with pytest.raises(BadRequest, match="Cannot write to"):
         drawn(path(), target / "b" if kind == "below a file" else target)
 
 

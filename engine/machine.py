@@ -1,0 +1,105 @@
+"""The machine: its cores, memory and disk as far as this process may use them; and the gate, which compares them with what a
+call asks for, before any work."""
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from replaylens.engine.errors import BadRequest, EngineError
+
+# ---- facts ------------------------------------------------------------------------------------------------------------
+
+GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cores() -> int:
+    """The cores that this process may use, by its affinity and the quota of its control groups."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    shares = [int(quota) / int(period) for quota, period in _limits("cpu.max", "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")]
+    return max(1, min([here, *map(math.ceil, shares)]))
+
+
+def total_memory() -> int:
+    """The bytes of memory that this process may use, by the machine and its control groups."""
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([here, *(int(most) for most, *_ in _limits("memory.max", "memory/memory.limit_in_bytes"))])
+
+
+def free_disk(path: str | Path) -> int:
+    """The bytes that this user can write in the file system of a path, which need not exist."""
+    place = Path(path).absolute()
+    found = os.statvfs(next(each for each in (place, *place.parents) if each.exists()))
+    return found.f_bavail * found.f_frsize
+
+
+def _limits(unified: str, *apart: str) -> list[list[str]]:
+    """The numbers of a limit of the control groups of this process: in one file of each group, or, in version 1, in `apart`."""
+    try:
+        lines = OWN_GROUP.read_text().splitlines()
+    except OSError:
+        return []
+    found, own = [], next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    for folder in (GROUPS / own, *(GROUPS / own).parents):
+        if folder == GROUPS.parent:
+            break
+        found.append([folder / unified])
+    limits = []
+    for files in (*found, [GROUPS / each for each in apart]):
+        with suppress(OSError):
+            words = [word for file in files for word in file.read_text().split()]
+            if words and all(word.isdigit() for word in words):  # "max" and -1 are none
+                limits.append(words)
+    return limits
+
+
+# ---- gate -------------------------------------------------------------------------------------------------------------
+# What a call asks of this machine, compared with what there is before any work: processes, memory, room on the disk.
+
+PER_CORE, FEWEST = 4, 8
+"""processes on each core, more of which only wait for each other; and on any machine"""
+PROCESS_BYTES, EXAMPLE_BYTES = 1 << 28, 500
+"""what a process with torch takes of memory, and an example at least"""
+
+
+def require_room(
+    what: str,
+    *,
+    processes: int = 0,
+    on: int | None = None,
+    memory: int = 0,
+    disk: int = 0,
+    path: str | Path = ".",
+    error: type[EngineError] = BadRequest,
+) -> None:
+    """The error if this machine has no room for what an option asks; `what` names it, as in ranks=99. Starts nothing.
+
+    on            the cores of the machines that run the processes; default: those that this process may use
+    memory, disk  bytes at least; disk: in the file system of `path`
+    """
+    if processes > 1:
+        number = cores() if on is None else on
+        most = max(FEWEST, PER_CORE * number)
+        if processes > most:
+            raise error(
+                f"{what} asks for {processes:,} processes, but there {_are(number, 'core')}, which take at most {most} (the "
+                f"larger of {FEWEST} and {PER_CORE} on each core). Give at most {most}."
+            )
+        memory += processes * PROCESS_BYTES if on is None else 0
+    if memory and memory > (held := total_memory()):
+        raise error(f"{what} takes about {in_bytes(memory)} of memory, and there are {in_bytes(held)}. Give less.")
+    if disk and disk > (free := free_disk(path)):
+        raise error(
+            f"{what} takes about {in_bytes(disk)}, and {str(path)[:200]} has room for {in_bytes(free)}. Give less, or another "
+            "path."
+        )
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes in the largest unit of which there is one."""
+    exact = next((i for i in range(6, 0, -1) if count >= 1000**i), 0)
+    return f"{count} bytes" if not exact else f"{count / 1000**exact:,.1f} {('', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB')[exact]}"
+
+
+def _are(count: int, what: str) -> str:
+    return f"is {count} {what}" if count == 1 else f"are {count} {what}s"
