@@ -3,6 +3,7 @@
 Numbers and lists are checked by `engine.request.values`, with the errors of the probes.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.request.values import as_int, as_list, short_repr
+from replaylens.engine.request.values import as_int, as_list, as_path, short_repr
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.tasks.task import Example
 
@@ -113,10 +114,10 @@ def no_nan(what: str, values: np.ndarray) -> None:
 
 def make_folder(given: str | Path) -> Path:
     """The folder, made if it is not there. Raises ProbeError if it is a file or cannot be made."""
-    folder = Path(given)
+    folder = as_path("folder", given, ProbeError)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        why = "it is a file" if folder.is_file() else (error.strerror or str(error))
+    except (OSError, ValueError) as error:  # ValueError: a null byte
+        why = "it is a file" if os.path.isfile(folder) else (getattr(error, "strerror", None) or str(error))
         raise ProbeError(f"Cannot use {str(given)!r} as a folder: {why}. Give a folder, or a new path.") from None
     return folder

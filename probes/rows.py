@@ -33,7 +33,7 @@ from replaylens.engine.request.values import as_instance
 from replaylens.engine.serving.core import Core
 from replaylens.probes.arrays import OWN, FromArrays
 from replaylens.probes.checks import mask_of
-from replaylens.probes.errors import BadRows, MissingLabel, NoTask, ProbeError
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError
 from replaylens.probes.positions import Position, PositionFunction, add_last, add_places, example_keys
 from replaylens.probes.sources import (
     LETTERS,
@@ -509,6 +509,8 @@ def sequences(
     Every position must select at most one row of an example's accepted path ("step:2", "query-1", "12").
     """
     rows = rows.accepted()
+    if not len(positions):
+        raise BadPosition("positions=[] names none. Give at least one, such as 'step:1' and 'query'.")
     last = rows.at(positions[-1])
     target = last.target(label)
     last, target = last.where(target.present), target[target.present]

@@ -190,6 +190,8 @@ def get(name: str) -> type[AnyTask]:
     >>> example.read(" T").labels_after(len(example.text))["claimed"]  # what another path claims
     'tails'
     """
+    if not isinstance(name, str):
+        raise UnknownTask(repr(name)[:60], names())
     if name in BUILT_IN:
         warn_of_shadowed(name)
         return _built_in(name)
@@ -229,7 +231,7 @@ def load(reference: str) -> type[AnyTask]:
 
     CannotImport if the code cannot be imported; BadTask and TaskNameTaken as in `register`.
     """
-    source, colon, attribute = reference.rpartition(":")
+    source, colon, attribute = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
     if not colon:
         return get(reference)
     if not source or not attribute.isidentifier():

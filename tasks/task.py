@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from operator import index as as_index
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from replaylens.tasks.errors import BadIndex, BadKnob, UnknownKnob
@@ -309,9 +310,17 @@ class Task(ABC, Generic[K]):
 
     def examples(self, which: int | Iterable[int]) -> list[Example]:
         """The first `which` examples, or those at the given indices."""
-        if isinstance(which, bool) or (isinstance(which, int) and which < 0):
+        if isinstance(which, bool):
             raise BadIndex(which)
-        return [self.example(index) for index in (range(which) if isinstance(which, int) else which)]
+        try:
+            count = as_index(which)
+        except TypeError:  # several, or nothing of the kind
+            if not isinstance(which, Iterable):
+                raise BadIndex(which) from None
+            return [self.example(index) for index in which]
+        if count < 0:
+            raise BadIndex(which)
+        return [self.example(index) for index in range(count)]
 
     def read(self, text: str, index: int | None = None, known: Reading | None = None) -> Reading:
         """Events and labels of any text: a prompt with any continuation, right or wrong, cut anywhere.

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import replaylens
-from replaylens.engine.errors import BadTrace, FingerprintMismatch
+from replaylens.engine.errors import BadTrace, EngineError, FingerprintMismatch
 from replaylens.engine.files import write_file
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -27,6 +27,7 @@ from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.records import Count, Fingerprint, PlacedEditRecord, Positive, build, parse
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.request.values import as_path
 
 # ---- events ----------------------------------------------------------------------------------------------------------
 # The events of a trace, as they are written: one dataclass per kind, with the fields of its line.
@@ -231,7 +232,12 @@ class Trace:
     @classmethod
     def load(cls, path: str | Path) -> Trace:
         """Read and check a trace. Raises BadTrace with the first bad line."""
-        raw = Path(path).read_bytes()
+        try:
+            raw = as_path("path", path).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a null byte
+            if isinstance(error, EngineError):
+                raise
+            raise BadTrace(f"Cannot read {str(path)[:200]!r}: {getattr(error, 'strerror', None) or error}.") from error
         lines = raw.splitlines(keepends=True)
         what = f"{path}, line 1: not a trace header: it"
         head = parse(lines[0] if lines else b"", what, BadTrace)

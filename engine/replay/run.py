@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -49,7 +50,7 @@ class Run(Sequence[Result]):
     @overload
     def __getitem__(self, index: slice) -> list[Result]: ...
     def __getitem__(self, index: int | slice) -> Result | list[Result]:
-        return self.results[index]
+        return self.results[index if isinstance(index, slice) else as_int("index", index, -sys.maxsize, sys.maxsize)]
 
     def __iter__(self) -> Iterator[Result]:
         return iter(self.results)

@@ -17,7 +17,14 @@ from itertools import takewhile
 from pathlib import Path
 from reprlib import Repr
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeGuard, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    NoReturn,
+    ParamSpec,
+    TypeGuard,
+    TypeVar,
+)
 
 import numpy as np
 

@@ -347,13 +347,14 @@ def _replacements(engine: Any, replace: Replacement, count: int) -> tuple[tuple[
     if replace is None:
         return ()
     encode: Callable[[str], list[int]] = lambda text: engine.text.encode(text, special=False)  # noqa: E731
+    if not isinstance(replace, str):
+        replace = as_list("replace", replace, REPLACE)
     if isinstance(replace, str):
         found = [encode(replace)] * count
     elif all(integer(each) is not None for each in replace):
         found = [token_ids("replace", replace)] * count
     else:
-        texts = as_list("replace", replace, REPLACE)
-        found = [encode(as_instance("replace", each, str, REPLACE)) for each in texts]
+        found = [encode(as_instance("replace", each, str, REPLACE)) for each in replace]
     if [] in found:
         empty = replace if len(replace) == 0 else ""
         raise BadRequest(f"replace={short_repr(empty)} has no tokens. Give {REPLACE}, or None to replace nothing.")

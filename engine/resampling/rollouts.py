@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from replaylens.engine.errors import (
 from replaylens.engine.files import appearing
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
-from replaylens.engine.request.values import hides, output_path
+from replaylens.engine.request.values import as_int, hides, output_path
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER, OutcomeCounts, Race, ResamplePlan
 
 if TYPE_CHECKING:
@@ -339,7 +340,7 @@ def _stored(folder: Path) -> _PlanFile:
     file = folder / PLAN
     try:
         content = file.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a null byte
         raise BadRollouts(f"{folder} holds no rollouts: {error}.") from error
     found = read(_PlanFile, content, str(file), BadRollouts)
     if found.sha256 not in (None, digest_of([found.plan, found.wave])):
@@ -445,7 +446,7 @@ class Rollouts:
         return len(self.rollouts)
 
     def __getitem__(self, index: int) -> Rollout:
-        return self.rollouts[index]
+        return self.rollouts[as_int("index", index, -sys.maxsize, sys.maxsize)]
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self.rollouts)

@@ -82,12 +82,6 @@ class TokenReader:
             raise BadRequest(f"{before + len(ids)} tokens exceed the model's {self.config.max_positions} positions.")
         return ids
 
-    def require_positions(self, name: str, count: int) -> int:
-        """The count; BadRequest if it exceeds the model's positions."""
-        if count > (most := self.config.max_positions):
-            raise BadRequest(f"{name}={count} exceeds the model's {most} positions. Give at most {most}.")
-        return count
-
     def _target(self, target: str | int) -> int:
         if not isinstance(target, str):
             return self._check_tokens(token_ids("targets", [target]))[0]
@@ -95,6 +89,12 @@ class TokenReader:
         if len(ids) != 1:
             raise BadRequest(f"Target {target!r} is {len(ids)} tokens. Give targets of one token each.")
         return ids[0]
+
+    def require_positions(self, name: str, count: int) -> int:
+        """The count; BadRequest if it exceeds the model's positions."""
+        if count > (most := self.config.max_positions):
+            raise BadRequest(f"{name}={count} exceeds the model's {most} positions. Give at most {most}.")
+        return count
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ def forced_rows(
 
     more  number of tokens that the model may add, greedily: one for all, or one per example
     """
+    if not len(examples):
+        raise ProbeError("No examples given. Give at least one, with a continuation for each.")
     lengths = [more] * len(examples) if isinstance(more, int) else list(more)
     if not len(examples) == len(continuations) == len(lengths):
         raise ProbeError(

@@ -95,7 +95,7 @@ def _again(sources: list[str], out: Path, options: dict[str, Any]) -> str:
     for name, value in options.items():
         for each in [value] if isinstance(value, str) else value or ():
             words += [name, each] if each else []
-    return shlex.join(words)
+    return shlex.join(words).encode(errors="replace").decode()  # a shell hands over bytes that are no text, too
 
 
 def _open(sources: list[str]) -> tuple[Dump | None, tuple[Report, ...]]:
