@@ -100,7 +100,6 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", work)
     monkeypatch.setattr(ProcessPoolExecutor, "submit", work)
     monkeypatch.setattr(engines, "load_model", work)
-    monkeypatch.setattr("replaylens.commands.doctor.load_model", work)
     monkeypatch.setattr(replayer, "prompt_examples", work)
     monkeypatch.setattr("replaylens.tasks.task.Task.examples", work)
 

@@ -602,7 +602,7 @@ def test_choices_at_the_fork(tmp_path: Path) -> None:
         (("--file", "nowhere.jsonl"), "nowhere"),
         (("--chat", "nowhere.json"), "nowhere"),
         (("--prompt", "x", "--chat", "y"), "Give one of --prompt"),
-        (("--prompt", PROMPT, "--keep", "first"), "keep='first'"),
+        (("--prompt", PROMPT, "--keep", "first"), "--keep 'first'"),
     ],
 )
 def test_bad_options(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
@@ -624,7 +624,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(*words).exit_code == 0
     (tmp_path / "file").write_text("mine")
     done = call(*words[:-1], str(tmp_path / "file"))
-    assert done.exit_code == 3 and done.stderr.startswith("DumpWriteFailed: ") and "File exists" in done.stderr
+    assert done.exit_code == 2 and done.stderr.startswith("BadRequest: ") and "is not a folder" in done.stderr
 
 
 def test_a_line_that_is_no_chain(tmp_path: Path) -> None:
