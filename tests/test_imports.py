@@ -364,7 +364,7 @@ print(json.dumps(found), flush=True)
 """
 TRIPS = {
     "replaylens.Engine.load('coin-plain')": 90,
-    "replaylens.Dump.open(sys.argv[1])": 25,
+    "replaylens.Dump.open(sys.argv[1])": 26,
     "replaylens.Engine.load('coin-thinking')": 0,
 }
 """what is done in a fresh interpreter -> the most modules of replaylens that it may load; 0: a control, which must load more"""
