@@ -67,7 +67,7 @@ def demo(
         saved = run.save(out / f"coin-{examples}", resume=True)
         dump = Dump.open(saved.url, check=False)  # `verify` compares every bit, and the page shows what it finds
         verdict = verify(dump.url, engine, sample="all", progress=False)
-        _end(str(verdict))
+        _end(str(verdict).splitlines()[0] if verdict else str(verdict))
         _begin("4/5 Probe them")
         with modes.threads(1):  # small products gain nothing from more threads, and a report's bytes may depend on their number
             swept, transferred = reports = _probe(engine, dump, out)
