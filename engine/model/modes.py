@@ -89,7 +89,7 @@ def _left() -> Iterator[None]:
         _disable_current_modes(),
         _C.DisableTorchFunction(),
         torch.inference_mode(False),
-        np.errstate(**{kind: how if how in _QUIET else _BY_DEFAULT[kind] for kind, how in np.geterr().items()}),
+        np.errstate(**_quiet()),
     ):
         for device in autocast:
             torch.set_autocast_enabled(device, False)
@@ -107,8 +107,13 @@ def _errors_are_raised() -> bool:
     return _ERRORS.get(None) is not _USUAL_ERRORS and not _QUIET.issuperset(np.geterr().values())
 
 
+def _quiet() -> dict[str, Any]:
+    """What numpy does, without exceptions, calls and logs."""
+    return {kind: how if how in _QUIET else _BY_DEFAULT[kind] for kind, how in np.geterr().items()}
+
+
 _QUIET = frozenset({"ignore", "warn"})
-_BY_DEFAULT: dict[str, Any] = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+_BY_DEFAULT = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 _ERRORS = np._core.umath._extobj_contextvar  # type: ignore[attr-defined]  # np.geterr takes as long as the rest of `plain`
 _USUAL_ERRORS = contextvars.Context().run(_ERRORS.get, None)
 

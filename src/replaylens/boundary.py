@@ -159,28 +159,25 @@ _FENV_BYTES = 256
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-class _Enclosing:
-    """A loader that executes a module in the processor's usual modes, and encloses it."""
-
+class _Source(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
-        with arithmetic():
-            super().exec_module(module)  # type: ignore[misc]
-            enclose(module)
+        _execute(super().exec_module, module)
 
 
-class _Source(_Enclosing, importlib.machinery.SourceFileLoader):
-    pass
+class _Compiled(importlib.machinery.SourcelessFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        _execute(super().exec_module, module)
 
 
-class _Compiled(_Enclosing, importlib.machinery.SourcelessFileLoader):
-    pass
-
-
-_LOADERS = {each.__bases__[1]: each for each in (_Source, _Compiled)}
+def _execute(run: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Execute a module in the processor's usual modes, and enclose it."""
+    with arithmetic():
+        run(module)
+        enclose(module)
 
 
 class _Finder:
-    """Finds the modules of the package as Python does, and has them loaded by `_LOADERS`."""
+    """Finds the modules of the package as Python does, and has them enclosed when they are loaded."""
 
     @staticmethod
     def find_spec(
@@ -189,8 +186,12 @@ class _Finder:
         if not name.startswith("replaylens."):
             return None
         found = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if found is not None and type(found.loader) in _LOADERS:
-            found.loader = _LOADERS[type(found.loader)](name, found.origin)  # type: ignore[call-arg, index]
+        for kind, own in (
+            (importlib.machinery.SourceFileLoader, _Source),
+            (importlib.machinery.SourcelessFileLoader, _Compiled),
+        ):
+            if found is not None and type(found.loader) is kind:
+                found.loader = own(name, str(found.origin))
         return found
 
 
@@ -227,8 +228,8 @@ def _enclose_class(cls: type) -> None:
         elif type(value) in (staticmethod, classmethod):
             setattr(cls, name, type(value)(_enclosed(value.__func__)))
         elif type(value) is property:
-            parts = (part and _enclosed(part) for part in (value.fget, value.fset, value.fdel))
-            setattr(cls, name, property(*parts, doc=value.__doc__))
+            read, write, delete = (part and _enclosed(part) for part in (value.fget, value.fset, value.fdel))
+            setattr(cls, name, property(read, write, delete, value.__doc__))
         elif type(value) is cached_property:
             value.func = _enclosed(value.func)
 
@@ -277,12 +278,12 @@ class _Steps(Generator[Any, Any, Any]):
 
 def _held(function: Callable[..., Any]) -> AbstractContextManager[object]:
     """A block in the usual modes, in which the function runs. Those of torch need no look before torch is loaded."""
-    modes = sys.modules.get("replaylens.engine.model.modes")
-    if modes is None:
+    loaded: Any = sys.modules.get("replaylens.engine.model.modes")
+    if loaded is None:
         if "torch" not in sys.modules and not (flushes() or rounds_away()):
             return _NOTHING
-        from replaylens.engine.model import modes
-    held: AbstractContextManager[object] = modes.plain()
+        from replaylens.engine.model import modes as loaded
+    held: AbstractContextManager[object] = loaded.plain()
     return held
 
 

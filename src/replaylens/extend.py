@@ -240,7 +240,7 @@ def tiny(name: str) -> Any:
             continue
         with torch.no_grad():
             for parameter in model.parameters():  # biases and norms too, or a forgotten one would not show
-                parameter += 0.1 * torch.randn(parameter.shape)
+                parameter += 0.1 * torch.randn(parameter.shape, dtype=torch.float32)
         return model
     raise BadRequest(f"No tiny model of {name!r} can be made of sizes alone ({problem}). Give one with model= (--model).")
 

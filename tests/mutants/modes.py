@@ -128,7 +128,7 @@ MODES = (
     Mutant(
         "calls-in-the-callers-modes",
         "replaylens.boundary",
-        "    held: AbstractContextManager[object] = modes.plain()\n",
+        "    held: AbstractContextManager[object] = loaded.plain()\n",
         "    held: AbstractContextManager[object] = _NOTHING\n",
         "a call leaves the caller's modes",
         ("tests/test_boundary.py::test_what_is_derived_from_passes_does_not_depend_on_a_mode[fake tensors]",),
@@ -152,8 +152,8 @@ MODES = (
     Mutant(
         "sources-compiled-in-the-callers-rounding",
         "replaylens.boundary",
-        "        with arithmetic():\n            super().exec",
-        "        if True:\n            super().exec",
+        "    with arithmetic():\n        run(module)",
+        "    if True:\n        run(module)",
         "the numbers of a source are rounded to nearest when it is compiled",
         ("tests/test_boundary.py::test_a_module_is_compiled_in_the_usual_modes",),
     ),
