@@ -298,7 +298,8 @@ class Report:
         drawn = draw_all(self.kind, self.table, self._figure) if figures else {}
         for name in drawn:
             require_own(folder / name, is_stamped)
-        write_together({folder / name: content for name, content in {**drawn, **self._files()}.items()})
+        contents: dict[str, bytes | str] = {**drawn, **self._files()}
+        write_together({folder / name: content for name, content in contents.items()})
         return folder
 
     def _files(self) -> dict[str, str]:
@@ -309,8 +310,7 @@ class Report:
     def strays(self, folder: str | Path) -> tuple[list[str], list[str]]:
         """(files of the report's folder that are its own, files there that are not): summary and table as this version writes
         them, and intact figures that name the report. Others are left out."""
-        own, other = [], []
-        files = self._files()
+        own, other, files = list[str](), list[str](), self._files()
         for path in sorted(Path(folder).iterdir()):
             if path.name in (SUMMARY, TABLE):
                 (own if path.read_bytes() == files[path.name].encode() else other).append(path.name)

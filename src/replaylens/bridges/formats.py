@@ -19,12 +19,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from replaylens import __version__
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.files import saves_of, write_pair
 from replaylens.engine.request.values import as_int, as_list, as_path, short_repr, verb
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.probe import LinearProbe
@@ -339,14 +340,22 @@ def to_probebench(probe: LinearProbe, folder: str | Path, about: Mapping[str, An
     if missing := sorted(set(REQUIRED) - {"layer", "artifactSha256", *about}):
         raise BadRequest(f"ProbeBench requires {', '.join(missing)}. Give it in `about`.")
     folder, d = as_path("folder", folder), probe.weight.shape[1]
-    folder.mkdir(parents=True, exist_ok=True)
     numbers = {"coef": probe.weight, "intercept": probe.bias, "scaler.mean": np.zeros(d), "scaler.scale": np.ones(d)}
-    save_file({key: torch.from_numpy(np.ascontiguousarray(x, dtype=np.float64)) for key, x in numbers.items()}, folder / PROBE)
-    own = {"layer": layer, "artifactSha256": sha256((folder / PROBE).read_bytes()).hexdigest(), "spec_version": "0.0.1"}
+    body = save({key: torch.from_numpy(np.ascontiguousarray(x, dtype=np.float64)) for key, x in numbers.items()})
+    own = {"layer": layer, "artifactSha256": sha256(body).hexdigest(), "spec_version": "0.0.1"}
     own |= {"probeType": "linear", "position": probe.position, "paramCount": d + 1, "site": probe.site, "label": probe.label}
     own |= {"classes": list(probe.classes), "source": probe.source, "cell": probe.cell.site}
-    (folder / META).write_text(json.dumps({**about, **own}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    content = json.dumps({**about, **own}, indent=1, sort_keys=True) + "\n"
+    write_pair(folder / META, content, folder / PROBE, body, _is_bundle)
     return folder
+
+
+def _is_bundle(content: bytes) -> bool:
+    """Whether metadata is what `to_probebench` wrote: somebody else's has no place of the rows."""
+    try:
+        return {"artifactSha256", "site", "cell", "source"} <= set(json.loads(content))
+    except (ValueError, TypeError, RecursionError):
+        return False
 
 
 def _line(stored: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
@@ -380,9 +389,12 @@ def from_probebench(folder: str | Path) -> LinearProbe:
         about = checked_about(json.loads((folder / META).read_bytes()))
         if missing := [key for key in REQUIRED if key not in about]:
             raise ValueError(f"{META} lacks {', '.join(missing)}")
-        if (found := sha256((folder / PROBE).read_bytes()).hexdigest()) != about["artifactSha256"]:
-            raise ValueError(f"{PROBE} has the SHA-256 {found[:16]}…, not that of {META}")
-        weight, bias = _line(load_file(folder / PROBE))
+        there = [file for file in saves_of(folder / PROBE) if file.exists()] or [folder / PROBE]
+        bodies = [file.read_bytes() for file in there]
+        whole = next((body for body in bodies if sha256(body).hexdigest() == about["artifactSha256"]), None)
+        if whole is None:
+            raise ValueError(f"{PROBE} has the SHA-256 {sha256(bodies[0]).hexdigest()[:16]}…, not that of {META}")
+        weight, bias = _line(load(whole))
         layer, classes = about["layer"], about.get("classes", ["negative", "positive"])
         named = isinstance(classes, list) and len(classes) == 2 and all(isinstance(each, str) for each in classes)
         if not named or classes[0] == classes[1]:
