@@ -65,21 +65,11 @@ def _telling(run: Run, ending: Phase) -> tuple[Timeline, list[Frame]]:
 
 def _pages(run: Run, told: Timeline, folder: Path) -> dict[str, Path]:
     """HTML files by name."""
-    most = max(range(len(run)), key=lambda i: len(run[i].rejected))
-    root = run.engine.prompt("A coin's state is heads. Alice flips,", sites="Z")
-    right, wrong = root.fork(2)
-    right.force(" tails")
-    wrong.force(" heads")
-    right.generate(8, drafter="lens", window=4)
-    wrong.generate(8, drafter="lens", window=4)
     thinking = Engine.load("coin-thinking")
     assert isinstance(thinking, ThinkingEngine)
     thought = thinking.prompt("A coin's state is heads. Alice flips, then Bob flips. What's the state? A:").generate(2)
-    views = {"tree": run.tree(most), "forks": root.tree(), "timeline": told, "thoughts": thought.picture()}
-    pages = {}
-    for name, view in views.items():
-        pages[name] = folder / f"{name}.html"
-        pages[name].write_text(f"<!DOCTYPE html><meta charset='utf-8'>{_BODY}{view._repr_html_()}")
+    pages = {"thoughts": folder / "thoughts.html"}
+    pages["thoughts"].write_text(f"<!DOCTYPE html><meta charset='utf-8'>{_BODY}{thought.picture()._repr_html_()}")
     dump = run.save(folder / "coin")
     found = sweep(dump, ("face", "parity"), positions=("step", "step+1", "query"))
     verdict = verify(dump.url, run.engine, sample="all")
@@ -104,34 +94,21 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
         browser = runner.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for theme in ("light", "dark"):
             tab = browser.new_page(viewport={"width": 1180, "height": 760}, color_scheme=theme)
-            _tree(tab, pages["tree"], HERE / f"tree-{theme}.png")
             _sections(tab, pages["report"], theme)
             tab.goto(pages["rollouts"].as_uri())
             tab.locator(".rl-node").nth(1).click()
             tab.screenshot(path=HERE / f"rollouts-{theme}.png", full_page=True)  # with the page's padding
             _thoughts(tab, pages["thoughts"], HERE / f"thoughts-{theme}.png")
             tab.close()
-        tab = browser.new_page(viewport={"width": 860, "height": 400})
-        tab.goto(pages["forks"].as_uri())
-        tab.locator(".rl-view").screenshot(path=HERE / "forks.png")
-        tab.goto(pages["timeline"].as_uri())
-        tab.locator("[aria-label=step]").fill("2")
-        tab.locator(".rl-view").screenshot(path=HERE / "timeline.png")
         browser.close()
 
 
-def _tree(tab: Any, page: Path, out: Path) -> None:
-    """With a card open, over the last rejected token: below it, no branch is hidden. All of the view, and no more."""
-    tab.goto(page.as_uri())
-    tab.locator(".rl-grid .rl-rejected").last.hover()
-    boxes = [tab.locator(name).bounding_box() for name in (".rl-view", ".rl-tip")]
-    bottom = max(box["y"] + box["height"] for box in boxes)
-    tab.screenshot(path=out, clip={"x": 0, "y": 0, "width": 1180, "height": bottom + 10})
-
-
 def _thoughts(tab: Any, page: Path, out: Path) -> None:
-    tab.set_viewport_size({"width": 1720, "height": 400})
+    """As wide as it is, since what scrolls is cut off in a picture."""
     tab.goto(page.as_uri())
+    wide = tab.evaluate("Math.max(...[...document.querySelectorAll('.rl-scroll')].map(e => e.scrollWidth))")
+    tab.set_viewport_size({"width": wide + 40, "height": 400})
+    assert tab.evaluate("[...document.querySelectorAll('.rl-scroll')].every(e => e.scrollWidth <= e.clientWidth)")
     tab.locator(".rl-view").screenshot(path=out)
 
 
@@ -139,9 +116,6 @@ def _sections(tab: Any, page: Path, theme: str) -> None:
     tab.goto(f"{page.as_uri()}#example-6")
     tab.wait_for_selector("#rl-explorer .rl-token")
     tab.locator("#found").screenshot(path=HERE / f"report-found-{theme}.png")
-    tab.locator("#examples").screenshot(path=HERE / f"report-examples-{theme}.png")
-    tab.locator("#probes").screenshot(path=HERE / f"report-probes-{theme}.png")
-    tab.locator("#certificate").screenshot(path=HERE / f"report-certificate-{theme}.png")
 
 
 if __name__ == "__main__":

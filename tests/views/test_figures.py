@@ -1,8 +1,10 @@
 """Every public figure draws the numbers of its result, and no word of it leaves the figure's edges."""
 
 import base64
+import html
 import io
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from itertools import combinations, pairwise
@@ -24,7 +26,7 @@ from replaylens.probes import report
 from replaylens.views import draw
 from replaylens.views.data import Check, Fill, Frame, Phase, Slot
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style
-from replaylens.views.pictures import timeline
+from replaylens.views.pictures import Timeline, timeline
 from replaylens.views.rollouts import FILLS, REST, colours
 from replaylens.workbench.drawing import Grid, figure
 from tests.drawings import (
@@ -556,22 +558,18 @@ def test_a_saved_trace_knows_t0_too(tmp_path: Any) -> None:
 
 
 def test_an_arrow_leads_from_each_draft_to_the_verifiers_token() -> None:
-    """Between the draft's name and the verdict, in the middle of both boxes. The verifier's extra token has none."""
+    """From left to right, in the middle of both boxes, which stand in one row. The verifier's extra token has none."""
     drafts = tuple(Slot(f" d{i}", TokenState.DRAFT, i, drafted=True) for i in (1, 2))
     said = [Slot(f" v{i}", TokenState.ACCEPTED if i < 3 else TokenState.PENDING, i) for i in (1, 2, 3)]
     checks = tuple(map(Check, (*drafts, None), said))
     drawn = ElementTree.fromstring(draw.document([Frame(Phase.VERIFY, "", Fill(4), drafts, checks)], 8))
-    arrows = [e.get("d", "") for e in drawn.iter() if e.get("class") == "line arrow"]
+    arrows = [e.get("d", "") for e in drawn.iter() if e.get("class") == "line arrow" and "L" in e.get("d", "")]
     texts = {e.text: (float(e.get("x", "")), float(e.get("y", ""))) for e in drawn.iter() if e.tag.endswith("text")}
     assert len(arrows) == 2
     for arrow, name in zip(arrows, ("1", "2"), strict=True):
-        x, start, end = (
-            float(arrow[1:].split()[0]),
-            float(arrow.split()[1].split("V")[0]),
-            float(arrow.split("V")[1].split("M")[0]),
-        )
-        assert texts[f"T{name}′"][0] == texts[f"T{name}"][0] == x
-        assert texts[f"T{name}′"][1] < start < end < texts[f" v{name}"][1] - 2 * 11
+        start, y, end = map(float, re.findall(r"[\d.]+", arrow)[:3])
+        assert texts[f" d{name}"][0] < start < end < texts[f" v{name}"][0]
+        assert texts[f" d{name}"][1] == texts[f" v{name}"][1] and 0 < texts[f" d{name}"][1] - y < 8
 
 
 def test_what_neighbours_decode_is_checkered_until_the_round_ends() -> None:
@@ -581,27 +579,96 @@ def test_what_neighbours_decode_is_checkered_until_the_round_ends() -> None:
         drawn = list(ElementTree.fromstring(draw.document([Frame(phase, "", Fill(4), others=2)], 8)).iter())
         bars = [float(e.get("width", "")) for e in drawn if e.get("class") == "other"]
         looks[phase] = set(bars), *(sum(e.get("class") == kind for e in drawn) for kind in ("pending", "check beside"))
-    plain, whole = {float(draw.PROMPT_BAR)}, {150.0}
+    plain, whole = {float(draw.PROMPT_BAR)}, {float(draw.BAR)}
     assert list(looks.values()) == [(plain, 0, 0), (whole, 2, 2), (whole, 2, 2), (whole, 0, 0)]
 
 
-def test_a_board_is_no_wider_than_a_readme() -> None:
-    """One frame below the other, unscaled; a frame with further chains is higher, and nothing leaves its edges."""
-    chain = (Slot(" a", TokenState.DRAFT, 1, drafted=True),)
-    checks = (Check(chain[0], Slot(" b", TokenState.PENDING, 1)),)
+def rolled_back() -> tuple[list[int], Timeline]:
+    """A request as in the picture of the protocol: T1 = T1′, T2 ≠ T2′, then two tokens on top of rejected drafts."""
+    t, subject = continuation(toy(), P, 6), recorded()
+    branch = subject.prompt(P).generate(6, drafter="forced", drafts={len(P) + 1: [[t[1], (t[2] + 1) % VOCAB, t[3]]]})
+    return t, branch.timeline()
+
+
+def test_a_board_has_the_words_of_the_protocol() -> None:
+    """Those of the picture: what is deterministic, what the cache holds when, which tokens are accepted, what is restored. The
+    verifier's own T2 counts among the accepted ones; the drafts stay drafts beside the verdicts."""
+    _, told = rolled_back()
+    drawn = ElementTree.fromstring(told.board(told.frames[:4]))
+    texts = [e.text or "" for e in drawn.iter() if e.tag.endswith("text")]
+    for words in ("deterministic request", "KV cache after prefill", "KV cache after decode", "KV cache after rollback"):
+        assert texts.count(words) == 1
+    assert (texts.count("accepted"), texts.count("rejected"), texts.count("tokens")) == (1, 1, 2)
+    assert (texts.count("✓"), texts.count("✗")) == (2, 2) and {"T1 = T1′", "T2 ≠ T2′", "T3", "T4"} <= set(texts)
+    caption = told.frames[3].caption
+    assert caption.startswith("2 tokens accepted, 1 of them drafted, 2 drafts rejected; sequence and KV cache restored until")
+    assert "the final accepted token (T2, whose KV is pending)" in caption and "final accepted" in " ".join(texts)
+    verify = [e for e in drawn if e.get("transform")][2]
+    crossed = sum(e.get("class") == "cross" for e in verify.iter())
+    kinds = [e.get("class") for e in verify.iter() if e.get("height") == str(draw.BOX) and "edge" in e.get("class", "")]
+    assert crossed == 2 and kinds == [f"{kind} edge" for kind in (
+        "prompt", "accepted", "draft", "draft", "draft", "accepted", "pending", "rejected", "rejected"
+    )]  # fmt: skip
+    ordinary_one = ordinary(recorded()).timeline().board()
+    assert "deterministic request" not in ordinary_one and "request, not certified" in ordinary_one
+
+
+def test_time_runs_from_left_to_right() -> None:
+    """In the order of the steps, whichever are chosen; in further lines where a page ends. The verifier is right of its
+    drafts, one row for each token."""
+    _, told = rolled_back()
+    for board in (told.board(), told.board(told.frames)):
+        drawn = ElementTree.fromstring(board)
+        panels = [e for e in drawn if e.get("transform")]
+        headings = [e.text for panel in panels for e in panel.iter() if e.get("font-size") == "17"]
+        places = [tuple(map(float, re.findall(r"[\d.]+", panel.get("transform", "")))) for panel in panels]
+        assert headings[:4] == ["Prefill", "Decode", "Verify", "Rollback"] and len({y for _, y in places[:4]}) == 1
+        assert sorted(places, key=lambda place: place[::-1]) == places and float(drawn.get("width", "")) <= draw.WIDTH <= 830
+    shuffled = told.board([told.frames[i] for i in (3, 0, 2, 1)])
+    assert shuffled == told.board(told.frames[:4])
+
+
+def test_a_board_says_how_many_steps_it_leaves_out() -> None:
+    _, told = rolled_back()
+    count = len(told.frames)
+    assert count > 4 and f"… {count - 4} step" in told.board(told.frames[:4]) and "not drawn" not in told.board(told.frames)
+    some = told.board([told.frames[0], told.frames[3]])
+    assert some.count("not drawn") == 2 and "… 2 steps not drawn" in some and f"… {count - 4} step" in some
+    default = told.first(*Phase)
+    left_out = re.findall(r"… (\d+) steps?", told.board())
+    assert sum(map(int, left_out)) == count - len([frame for frame in default if frame.phase is not Phase.ACCEPT])
+
+
+def test_readers_who_cannot_see_a_board_are_told_of_it() -> None:
+    """A title with the steps, and a description with every token, its state, and every verdict; each frame of a page, too."""
+    t, told = rolled_back()
+    drawn = ElementTree.fromstring(told.board(told.frames[:4]))
+    title, desc = ([e.text or "" for e in drawn if e.tag.endswith(name)] for name in ("title", "desc"))
+    assert title == [f"{told.title}: prefill, decode, verify, rollback"] and drawn.get("role") == "img"
+    lines = desc[0].splitlines()
+    assert [line.split(":")[0] for line in lines] == ["Prefill", "Decode", "Verify", "Rollback"]
+    assert f"T1′ {t[1]} (draft)" in lines[1] and f"verifier: T1 {t[1]} (accepted), T2 {t[2]} (accepted), T3" in lines[2]
+    assert lines[2].count("(rejected)") == 2 and "restored until the final accepted token (T2" in lines[3]
+    pages = re.findall(r'<svg role="img" aria-label="([^"]*)"', told._repr_html_())
+    assert len(pages) == len(told.frames) and [html.unescape(said) for said in pages[:4]] == lines
+    assert 'aria-label="3 of 8 pages in use"' in draw.cylinder(Fill(3), 8)
+
+
+def test_nothing_leaves_the_edges_of_a_board() -> None:
+    """With long tokens and further chains: boxes stay in their panel, and above the other requests."""
+    chain = tuple(Slot(" a token of many letters", TokenState.DRAFT, i, drafted=True) for i in range(1, 10))
+    checks = tuple(Check(slot, Slot(" something longer still", TokenState.ACCEPTED, slot.number)) for slot in chain)
     frames = [
         Frame(Phase.DECODE, "", Fill(4), chain),
         Frame(Phase.VERIFY, "", Fill(4), chain, checks, (chain, chain), others=3),
     ]
     drawn = ElementTree.fromstring(draw.document(frames, 8))
-    panels = [e for e in drawn if e.get("transform")]
-    assert drawn.get("width") == str(draw.WIDTH) and draw.WIDTH <= 830
-    assert [e.get("transform") for e in panels] == ["translate(0 0)", f"translate(0 {draw.HEIGHT})"]
-    room = int(drawn.get("height", "")) - draw.HEIGHT
-    lowest = [float(e.get("y", "")) + float(e.get("height", "0")) for e in panels[1].iter() if e.get("y")]
-    bars = min(float(e.get("y", "")) for e in panels[1].iter() if e.get("class") == "other")
-    boxes = [float(e.get("y", "")) + draw.BOX for e in panels[1].iter() if e.get("height") == str(draw.BOX)]
-    assert room > draw.HEIGHT and max(lowest) <= room and max(boxes) < bars
+    for panel in (e for e in drawn if e.get("transform")):
+        left, top = map(float, re.findall(r"[\d.]+", panel.get("transform", "")))
+        boxes = [[float(e.get(name, "")) for name in ("x", "y", "width", "height")] for e in panel.iter() if e.get("rx") == "3"]
+        assert all(left + x + wide <= float(drawn.get("width", "")) for x, _, wide, _ in boxes) and len(boxes) > 9
+        bars = [top + float(e.get("y", "")) for e in panel.iter() if e.get("class") == "other"]
+        assert all(top + y + high < min([float(drawn.get("height", "")), *bars]) for _, y, _, high in boxes)
 
 
 def test_the_verifiers_tokens_after_the_mismatch_are_crossed_out() -> None:
@@ -617,7 +684,7 @@ def test_the_verifiers_tokens_after_the_mismatch_are_crossed_out() -> None:
         ("✗", "T4", "rejected", f" {void[1]}"),
     ]
     drawn = draw.document([verify], 12)
-    assert sum(e.get("class") == "cross" for e in ElementTree.fromstring(drawn).iter()) == 4
+    assert sum(e.get("class") == "cross" for e in ElementTree.fromstring(drawn).iter()) == 2
     assert drawn.count("✗") == 2 and drawn.count("✓") == 2
 
 
@@ -672,7 +739,7 @@ def test_a_rejected_draft_with_the_verifiers_text_is_not_accepted() -> None:
     told = timeline(subject.trace, branch.id, lambda token: "\N{REPLACEMENT CHARACTER}", {branch.id: branch.tokens})
     verify = next(frame for frame in told.frames if frame.phase is Phase.VERIFY)
     assert [check.mark for check in verify.checks] == ["✓ =", "✓ ≠", "✗", "✗"]
-    assert [slot.kind for slot in verify.generated if slot.drafted] == ["draft", "rejected", "rejected"]
+    assert [slot.kind for slot in verify.generated if slot.drafted] == ["draft", "draft", "draft"]
     line = str(told).splitlines()[told.frames.index(verify)]
     assert line.count("✓ ≠") == 1 and line.count("✗") == 2
 

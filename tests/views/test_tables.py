@@ -1045,29 +1045,13 @@ def test_thoughts_of_a_dump() -> None:
 
 
 def test_slots_that_fit_and_how_wide_they_are() -> None:
-    """The last ones, and how many come before them. A draft is as wide as the verifier's token below it, and no other."""
-    slot = lambda text, number, drafted=False: Slot(text, TokenState.DRAFT, number, drafted)  # noqa: E731
-    slots = [slot("x" * 10, i) for i in range(40)]
-    shown, before = draw._window(slots)
-    room = (draw.RIGHT - draw.LEFT - 150.0) // (draw._width("x" * 10) + 4)
-    assert len(shown) == room and before == 40 - room and [each.number for each in shown] == list(range(40 - int(room), 40))
-    assert draw._window(slots[:3]) == (slots[:3], 0) and draw._window([]) == ([], 0)
-    uneven = [slot("x" * (1 + i // 2), i) for i in range(40)]  # the last ones are the widest
-    shown, before = draw._window(uneven)
-    taken = [sum(draw._width(each.text) + 4 for each in uneven[first:]) for first in (before, before - 1)]
-    assert len(shown) == 40 - before and taken[0] <= draw.RIGHT - draw.LEFT - 150.0 < taken[1]
-    huge = [slot("y" * 24, i) for i in range(2)]
-    assert draw._window(huge)[1] == 0 and draw._width("y" * 24) == draw._width("y" * 99) > draw._width("") == 26.0
-    checks = [
-        Check(slot("a", 1, True), slot("longer", 1)),
-        Check(slot("b", 2, True), slot("much longer", 2)),
-        Check(None, slot("z" * 20, 3)),
-    ]
-    assert draw._slot_width(slot("a", 1, True), checks) == draw._width("longer")
-    assert draw._slot_width(slot("b", 2, True), checks) == draw._width("much longer") and draw._slot_width(
-        slot("a", 1), checks
-    ) == draw._width("a")
-    assert draw._slot_width(slot("wider than that", 1, True), checks) == draw._width("wider than that")
+    """The last ones, and all that are drafted with the token before them."""
+    slots = [Slot("x", TokenState.ACCEPTED, i) for i in range(40)]
+    assert [each.number for each in draw._window(slots)] == list(range(40 - draw.MOST_TOKENS, 40))
+    assert draw._window(slots[:3]) == slots[:3] and draw._window([]) == []
+    drafts = [Slot("y", TokenState.DRAFT, i, drafted=True) for i in range(40, 52)]
+    assert [each.number for each in draw._window([*slots, *drafts])] == list(range(39, 52))
+    assert draw._width("y" * draw.LONGEST) == draw._width("y" * 99) > draw._width("y" * 9) > draw._width("") == 26.0
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -70,13 +70,17 @@ class Timeline:
 
     def still(self, frame: Frame) -> str:
         """One frame as an SVG file."""
-        return draw.document([frame], self.capacity)
+        return draw.document([frame], self.capacity, self.title)
 
     def board(self, frames: Sequence[Frame] | None = None) -> str:
-        """Several frames as one SVG file; default: one of each kind of step, but either accept or rollback."""
+        """Several frames as one SVG file, from left to right; default: one of each kind of step, but either accept or rollback.
+        The board says how many steps it leaves out."""
         found = {frame.phase for frame in self.frames}
         hidden = {Phase.ACCEPT} if Phase.ROLLBACK in found else set()
-        return draw.document(list(frames or self.first(*(phase for phase in Phase if phase not in hidden))), self.capacity)
+        shown = frames or self.first(*(phase for phase in Phase if phase not in hidden))
+        when = [id(frame) for frame in self.frames]
+        shown = sorted(shown, key=lambda frame: when.index(id(frame)) if id(frame) in when else len(when))
+        return draw.document(shown, self.capacity, self.title, self.frames)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write every frame as an SVG file, over older boards only; returns the paths."""
@@ -276,11 +280,15 @@ class _Teller:
         line.tokens = [*line.tokens[: line.at], *followed[:accepted], *pending]
         dropped = not pending and not line.final  # the row of a draft that ended the request
         line.computed, line.chains = line.at + accepted - dropped, []
-        gained = f"{accepted} accepted" + (", one extra token is pending" if pending else "")
+        final = f"T{len(line.tokens) - line.num_prompt - 1}"
+        gained = f"{_counted(accepted + bool(pending))} accepted" + (f", {accepted} of them drafted" if pending else "")
+        where = f"; KV up to position {line.computed}"
         if num_rejected:
-            gained = f"{accepted} accepted, {num_rejected} rejected" + (", the verifier's token is pending" if pending else "")
+            gained += f", {num_rejected} draft{'s' * (num_rejected != 1)} rejected"
+            final += ", whose KV is pending" if pending else ""
+            where = f"; sequence and KV cache restored until the final accepted token ({final})"
         phase = Phase.ROLLBACK if num_rejected else Phase.ACCEPT
-        yield self._frame(line, phase, f"{gained}; KV up to position {line.computed}{_unless_promised(line)}")
+        yield self._frame(line, phase, f"{gained}{where}{_unless_promised(line)}")
 
     def _checks(self, line: _Line, followed: list[int], accepted: int, said: list[int], void: list[int]) -> tuple[Check, ...]:
         """The verifier's tokens: those that are committed, `said`, then those that follow a rejected draft, `void`."""
@@ -345,12 +353,8 @@ class _Teller:
         first = len(line.tokens) - line.num_prompt
         slots = [self._slot(line, token, self._state(line, p), p - line.num_prompt) for p, token in enumerate(line.tokens)]
         drafts = [tuple(self._slot(line, t, DRAFT, first + i, True) for i, t in enumerate(c)) for c in line.chains]
-        if checks:  # drafts that the verifier rejected
-            kept = sum(check.accepted for check in checks)
-            drafts = [
-                (*c[: kept * (i == chain)], *(replace(slot, state=REJECTED) for slot in c[kept * (i == chain) :]))
-                for i, c in enumerate(drafts)
-            ]
+        if checks:  # the verdicts on the followed chain stand beside it; the others are rejected as a whole
+            drafts = [c if i == chain else tuple(replace(slot, state=REJECTED) for slot in c) for i, c in enumerate(drafts)]
         prompt = min(line.num_prompt, line.computed)
         waiting = len(line.tokens) - line.computed if line.chains else 0
         certified = line.computed if line.uncertified_from is None else max(prompt, min(line.computed, line.uncertified_from))
