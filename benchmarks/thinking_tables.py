@@ -1,7 +1,7 @@
 """The tables of Thinking States in notes/thinking_states.md: what they train and test, and the tables as Markdown.
 
     python -m benchmarks run thinking-parity-gpu --set models=FOLDER          # keeps the models
-    python -m benchmarks.thinking_tables FILE.json ... [--image FILE.png]     # later files replace cells
+    python -m benchmarks.thinking_tables FILE.json ... [--image NAME]     # later files replace cells
 
 A case trains every model of its table, `at_once` side by side, and has one line per kind of model, over its seeds. Training
 rows are packed with texts up to the width, so all methods are trained at all positions and distances of the test; only the
@@ -373,7 +373,17 @@ def text_tables(rows: Sequence[Row]) -> list[str]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
+    """PATH-light.png and PATH-dark.png."""
+    from matplotlib import style
+
+    for theme, (name, page) in {"light": ("default", "#ffffff"), "dark": ("dark_background", "#14171a")}.items():
+        with style.context(name):
+            _panels(rows).savefig(path.with_name(f"{path.name}-{theme}.png"), dpi=110, facecolor=page)
+
+
+def _panels(rows: Sequence[Row]) -> Any:
     """One panel per N: the mean of the seeds as a line, every seed as a dot."""
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
 
     longest = sorted({row["N"] for row in rows})
@@ -384,11 +394,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             means, dots = [mean(each) for each in found.values()], [(n, each) for n, own in found.items() for each in own]
             panel.plot(list(found), means, color=COLOURS[method], label=NAMES[method].replace("`", ""))
             panel.scatter(*zip(*dots, strict=True), color=COLOURS[method], s=6, alpha=0.5)
-        panel.axvline(n, color="black", linewidth=0.6, linestyle=":")
+        panel.axvline(n, color=rcParams["text.color"], linewidth=0.6, linestyle=":")
         panel.set(title=f"trained on up to {n}", xlabel="operations", ylim=(0, 103))
     figure.axes[0].set_ylabel("right answers, %")
     figure.axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def main() -> None:

@@ -11,19 +11,16 @@
 #
 # Logit lens, activation patching, steering, resampling, ablation of heads: one call each, on prompts of your own.
 #
-# **What to expect.** Each section has the call and its figure; at the end stands how long the calls take next to
-# TransformerLens on the same weights. Every result is a small object with plain data (`.frame` or tensors), a figure
-# (`.plot()`) and a view for notebooks. The numbers of a cell do not depend on what else is computed: they are bit for bit
-# those of the same edit made alone.
+# **What to expect.** Each section has the call and its figure. Every result is a small object with plain data (`.frame` or
+# tensors), a figure (`.plot()`) and a view for notebooks. The numbers of a cell do not depend on what else is computed: they
+# are bit for bit those of the same edit made alone.
 #
 # Nothing is downloaded: the embedded model knows coins and little else. Set `MODEL = "smollm2"` for SmolLM2-135M and prompts
 # about names, food and animals, after `replaylens fetch smollm2` (93 MB). The [quickstart](../docs/quickstart.md) shows these
 # calls with the figures of SmolLM2.
 
 # %%
-import json
 from collections import Counter
-from pathlib import Path
 
 import pandas as pd
 from IPython.display import display
@@ -132,17 +129,5 @@ ablated.plot()
 ablated.frame.head(6).round(3)
 
 # %% [markdown]
-# ## What it costs
-#
-# The same jobs by TransformerLens on SmolLM2-135M: caches, hook functions (in batches where that is possible) and its
-# `generate`, on the same weights, one thread, in turns (`python -m benchmarks run workbench-cpu`). CPU milliseconds per cell of
-# a grid, or per continuation; a ratio above 1 means that replaylens takes less time.
-
-# %%
-measured = pd.DataFrame(json.loads(Path("../benchmarks/results/workbench-cpu.json").read_text())["rows"]).set_index("what")
-ours, theirs = measured["ours_ms"], measured["batched_ms"].fillna(measured["hooks_ms"])
-pd.DataFrame({"replaylens, ms": ours, "TransformerLens, ms": theirs, "ratio": theirs / ours}).round(1)
-
-# %% [markdown]
-# The calls with all their options are in [docs/workbench.md](../docs/workbench.md); what was measured, and how, in
-# [docs/performance.md](../docs/performance.md).
+# The calls with all their options are in [docs/workbench.md](../docs/workbench.md); how long they take next to TransformerLens
+# on the same weights, in [docs/performance.md](../docs/performance.md).

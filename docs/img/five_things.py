@@ -1,6 +1,6 @@
 """Writes the figures of README and docs/quickstart.md from runs of SmolLM2: python docs/img/five_things.py
 
-Those of the quickstart are drawn by the page's own code; the README's heatmap is drawn in light and in dark.
+Those of the quickstart are drawn by the page's own code. Each is drawn in light and in dark.
 """
 
 import re
@@ -22,8 +22,10 @@ def main() -> None:
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", jobs, re.MULTILINE | re.DOTALL):
         exec(block, names)
-    for figure, name in FIGURES.items():
-        names[name].plot().savefig(HERE / f"five-{figure}.png")
+    for theme, (style, background) in THEMES.items():
+        with plt.style.context(style):
+            for figure, name in FIGURES.items():
+                names[name].plot().savefig(HERE / f"five-{figure}-{theme}.png", facecolor=background)
     heatmap()
 
 

@@ -128,6 +128,13 @@ def test_committed_notebook_names_no_path_of_the_machine(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_reads_no_file_beside_it(name: str) -> None:
+    """Somebody who has only the notebook and the package can run it."""
+    said = [cell.source for cell in committed(name).cells if cell.cell_type == "code"]
+    assert said and [found[0] for text in said if (found := re.search(r"[\"']\.\.?/.*|__file__", text))] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_notebook_says_first_what_to_expect(name: str) -> None:
     first = committed(name).cells[0]
     assert first.cell_type == "markdown" and first.source.startswith(f"# {name[0]}. ") and "What to expect" in first.source

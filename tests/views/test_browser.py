@@ -194,7 +194,7 @@ def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
     tab.click("[aria-label=play]")
     assert tab.locator(".rl-steps").count() == 1
     box = tab.locator(".rl-frame:visible svg").bounding_box()
-    assert box["width"] > 400 and box["height"] > 100
+    assert box["width"] > 300 and box["height"] > 300
 
 
 @pytest.mark.slow

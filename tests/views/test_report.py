@@ -607,10 +607,23 @@ def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(f.phase, f.caption) for f in told.frames] == [(f.phase, f.caption) for f in seen.frames]  # type: ignore[attr-defined]
 
 
-def test_pictures_are_there() -> None:
-    text = (DOCS / "branches.md").read_text()
-    pictures = re.findall(r"!\[.*?\]\((.*?)\)", text)
-    assert pictures and all((DOCS / picture).is_file() for picture in pictures)
+def test_pictures_are_there_in_light_and_dark() -> None:
+    """Every picture stands on a page, every picture of a page is there, and a dark page shows no white one."""
+    pages = [DOCS.parent / "README.md", *DOCS.glob("*.md"), *(DOCS.parent / "notes").glob("*.md")]
+    shown = set[Path]()
+    for page in pages:
+        text = page.read_text()
+        words = re.findall(r'!\[([^\]]*)\]\(([^)]*)\)|<img alt="([^"]*)" src="([^"]*)"', text)
+        assert all(alt or other for alt, _, other, _ in words), f"{page.name}: a picture without words"
+        sources = [source or other for _, source, _, other in words if "://" not in source]
+        dark = re.findall(r'media="\(prefers-color-scheme: dark\)" srcset="([^"]*)"', text)
+        shown |= {(page.parent / source).resolve() for source in (*sources, *dark)}
+        white = [
+            source for source in sources if source.endswith(".png") and source.replace("-light.png", "-dark.png") not in dark
+        ]
+        assert not white, f"{page.name}: white on dark pages"
+    drawn = {file.resolve() for file in (DOCS / "img").iterdir() if file.suffix in (".png", ".svg")}
+    assert drawn <= shown and all(file.is_file() for file in shown)
 
 
 def themed(picture: Path) -> float:
