@@ -144,8 +144,8 @@ MODES = (
     Mutant(
         "generators-in-the-callers-modes",
         "replaylens.boundary",
-        "            if type(found) is GeneratorType:\n",
-        "            if type(found) is FunctionType:\n",
+        "                return _Steps(found, function)\n",
+        "                return found\n",
         "each step of a generator leaves the caller's modes",
         ("tests/test_boundary.py::test_a_new_function_method_or_property_is_enclosed",),
     ),
