@@ -9,17 +9,18 @@ device decodes on its own, a step has several drafts of each window and as many 
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from heapq import heappop, heappush
 
 import torch
 
-from replaylens.engine.errors import OutOfPages, OutOfStates
+from replaylens.engine.errors import OutOfPages
 from replaylens.engine.loop.drafters import REPEATED, Drafter, SelfDrafter
-from replaylens.engine.loop.lane import Job, Lane, Statistics, Turn, Window
-from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.loop.lane import Job, Statistics, Turn, Window
+from replaylens.engine.loop.queue import JobQueue
+from replaylens.engine.loop.reservations import Reservations
 from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes.runner import Runner
 
@@ -108,181 +109,150 @@ def _size(rows: int) -> int:
     return rows if rows < _CLASS else -(-rows // _CLASS) * _CLASS
 
 
-# ---- reservations ----------------------------------------------------------------------------------------------------
-# `Reservations`: pages for turns, and who gives up theirs. What is given up is computed again, to the same bits.
-
-_AT_ONCE = 16
-"""one part in so many of the cached prefixes is given up together: finding the oldest takes a look at all of them"""
-
-
-class Reservations:
-    """Takes pages from cached prefixes first, then from idle branches, then from the youngest job."""
-
-    def __init__(self, runner: Runner, prefix: PrefixIndex, lanes: dict[int, Lane], preempted: Callable[[Job], None]) -> None:
-        self.runner, self.pool, self.prefix, self.lanes = runner, runner.pool, prefix, lanes
-        self.preempted = preempted
-        self.out_of_states: OutOfStates | None = None
-        """the last such failure"""
-
-    def reserve(self, turn: Turn, width: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> bool:
-        """Give the turn `width` tables with room for its rows and drafts. False: the turn must wait, and holds nothing new.
-
-        jobs     all unfinished jobs
-        victims  returns those of them that may lose their pages; the last one loses them first
-        """
-        lane, end = turn.job.lane, turn.end + max(turn.num_drafts, turn.burst - 1)
-        turn.tables = [lane.table]
-        try:
-            for i in range(width):
-                if i:
-                    turn.tables.append(self.pool.fork(lane.table, turn.start))
-                self._reserve(turn.tables[i], turn.start, end, jobs, victims)
-        except OutOfPages:
-            for table in turn.tables[1:]:
-                self.pool.release(table)
-            lane.computed = min(lane.computed, turn.start)  # a page copied for the turn has no KV from there on
-            self.pool.truncate(lane.table, min(lane.table.length, lane.computed))
-            return False
-        return True
-
-    def drop_pages(self, lane: Lane) -> None:
-        """Mutates: drops the lane's KV. Its next job computes it again, to the same bits."""
-        self.pool.truncate(lane.table, 0)
-        lane.computed = 0
-
-    def forget(self, lane: Lane, known: int) -> None:
-        """Mutates: the KV from `known` on is computed again, with the states of recurrent layers that were not kept."""
-        lane.computed = known
-        self.pool.truncate(lane.table, known)
-
-    def _reserve(self, table: PageTable, start: int, end: int, jobs: list[Job], victims: Callable[[], list[Job]]) -> None:
-        while True:
-            try:
-                return self.runner.reserve(table, start, end)
-            except OutOfStates as full:  # others' pages would not help: whatever this step does not use was free to take
-                self.out_of_states = full
-                raise
-            except OutOfPages as full:  # rare, so jobs are looked at only now
-                if not self.reclaim(full.needed - full.free, {job.lane.branch for job in jobs}, victims()):
-                    raise
-
-    def _sharers(self, lane: Lane) -> int:
-        """How many tables, and prefix entries, use the lane's last page."""
-        return self.pool.sharers(lane.table, len(lane.table.pages) - 1)
-
-    def _drop_tail(self, lane: Lane) -> None:
-        """Mutates: drops the lane's last pages, as many as have no more sharers than the very last. Pages shared by more stay:
-        dropping them would free none, and later forks of the lane would compute them again."""
-        sharers, kept = self._sharers(lane), len(lane.table.pages) - 1
-        while kept and self.pool.sharers(lane.table, kept - 1) <= sharers:
-            kept -= 1
-        lane.computed = min(lane.computed, kept * self.pool.page_size)
-        self.pool.truncate(lane.table, lane.computed)
-
-    def reclaim(self, num_pages: int, busy: set[int], victims: list[Job]) -> bool:
-        """Mutates: frees some pages, of cached prefixes, of branches that are not `busy`, or of the last of the victims. False:
-        there are none left to take."""
-        if self.prefix.evict(max(num_pages, len(self.prefix) // _AT_ONCE)):
-            return True
-        idle = [lane for lane in self.lanes.values() if lane.table.pages and lane.branch not in busy]
-        if idle:
-            self._drop_tail(min(idle, key=lambda lane: (self._sharers(lane), lane.last_used, lane.branch)))
-            return True
-        if len(self.prefix):  # the index keeps all pages before one that a branch still uses, even if no branch uses those
-            self.prefix.clear()
-            return True
-        holding = [job for job in victims if job.lane.table.pages]
-        if holding:
-            self.drop_pages(holding[-1].lane)
-            self.preempted(holding[-1])
-        return bool(holding)
-
-
 # ---- admission -------------------------------------------------------------------------------------------------------
 
 MAX_BURST, LONG_BURST = 16, 64
 """direct decode steps on the device between two looks by the host; the second if only its length can end a request, and
 nobody reads its tokens as they come"""
 
+_PASSED_OVER = 16
+"""jobs of a kind that find no room before the younger ones are not asked any more: a step takes no time for those that wait"""
+
 
 class Admission:
-    """Plans turns and makes room for them. It decides when rows are computed, never what their bits are."""
+    """Plans turns and makes room for them. It decides when rows are computed, never what their bits are.
+
+    A step looks at the jobs that get a turn, and at few others: those that wait lie in two heaps, by age.
+    """
 
     def __init__(
         self,
         runner: Runner,
         tree: BranchTree,
         drafters: dict[str, Drafter],
+        queue: JobQueue,
         reservations: Reservations,
         max_rows: int,
         lone_rows: int,
-        fail: Callable[[Job, Exception], None],
     ) -> None:
         """
         lone_rows  rows of a pass that nobody waits for, if more than `max_rows`
-        fail       `fail(job, error)` ends a job that does not fit into the cache even on its own
         """
-        self.runner, self.tree, self.drafters, self.reservations = runner, tree, drafters, reservations
-        self.max_rows, self.lone_rows, self.fail = max_rows, max(max_rows, lone_rows), fail
+        self.runner, self.tree, self.drafters, self.queue = runner, tree, drafters, queue
+        self.reservations, self.max_rows, self.lone_rows = reservations, max_rows, max(max_rows, lone_rows)
         self.planner = Planner()
-        self._jobs: list[Job] = []
-        self._alone = self._drafting = False
+        self._alone = False
         self._clock = 0
-        self._deciding = 0
+        self._ranked: tuple[list[int], list[int]] = ([], [])
+        """numbers of the jobs that lack one row, and of those that lack more: two heaps. Some are no longer there"""
+        self._drafting: set[int] = set()
+        """numbers of the jobs that opened a window"""
         self._missing: set[int] = set()
         """after how many steps the open windows are full"""
 
-    def turns(self, jobs: list[Job], alone: bool) -> list[Turn]:
+    def turns(self, alone: bool) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow. Jobs that lack a single row come before long prefills.
 
-        jobs   all unfinished jobs, oldest first
         alone  whether the device takes direct decode steps on its own, without the host in between
 
         No job starves: if the oldest job had no turn in the last step, it goes first in this one, and its turn is certain.
         """
         self._clock += 1
         self.runner.cache.begin()
-        self._jobs, self._alone = jobs, alone
-        self._deciding = sum(job.exact and job.remaining > 0 for job in jobs)
-        self._drafting = any(job.exact and job.remaining > 0 and self._stepwise(job) for job in jobs)
-        self._missing = {job.window_open.num_missing for job in jobs if job.window_open is not None}
+        self.reservations.begin(self._clock)
+        self._alone = alone
+        self._rank()
+        open_windows = {number: job.window_open for number in self._drafting if (job := self.queue.get(number)) is not None}
+        self._drafting = {number for number, window in open_windows.items() if window is not None}
+        self._missing = {window.num_missing for window in open_windows.values() if window is not None}
         with self.runner.cache.copying_together():
             turns = self._admitted()
-        if self._drafting:
+        if any(turn.job.exact and turn.job.remaining > 0 and self._stepwise(turn.job) for turn in turns):
             _in_step(turns)
         elif any(len(turn.rows) > 1 for turn in turns):
             _join_pass(turns)
-        self._jobs = []  # a job keeps its branch open: hold none longer than needed
         return turns
+
+    def _rank(self) -> None:
+        """Mutates: adds jobs that are new, or had their turn, to those that wait."""
+        for number in self.queue.unranked:
+            job = self.queue.get(number)
+            if job is not None and job.rank is None:
+                self._wait(job)
+        self.queue.unranked.clear()
+
+    def _wait(self, job: Job) -> None:
+        job.rank = int(self._prefills(job))
+        heappush(self._ranked[job.rank], job.number)
+
+    def _next(self, rank: int) -> Job | None:
+        """The oldest waiting job of a rank. Mutates: it waits no longer, until the next step."""
+        waiting = self._ranked[rank]
+        while waiting:
+            job = self.queue.get(heappop(waiting))
+            if job is None or job.rank != rank:  # it has ended, or it is not here any more
+                continue
+            if not rank and self._prefills(job):  # its pages were taken
+                self._wait(job)
+                continue
+            return self._taken(job)
+        return None
+
+    def _taken(self, job: Job) -> Job:
+        job.rank = None
+        self.queue.unranked.append(job.number)
+        return job
 
     def _admitted(self) -> list[Turn]:
         """As many turns as there are rows and pages for."""
-        budget = self._budget()
-        turns: list[Turn] = []
-        for job in sorted(self._jobs, key=self._rank):
-            turn = self._plan(job, budget) if budget > 0 else None
-            if turn is not None and not self._make_room(turn):
-                # The oldest job could take the pages of all others and still lacks some. Waiting would not help: it would
-                # take them again in every step, and the younger jobs would compute them again in vain.
-                job.window_open = None  # its pages are gone
-                turn = self._last_resort(job) if job is self._jobs[0] and not turns else None
-            if turn is not None:
-                budget -= self._num_rows(turn)
-                job.lane.last_used = self._clock
-                turns.append(turn)
+        budget, turns, oldest = self._budget(), list[Turn](), self.queue.oldest
+        if oldest is not None and oldest.lane.last_used < self._clock - 1:  # passed over in the last step
+            budget -= self._admit(self._taken(oldest), budget, turns)
+        for rank in range(2):
+            passed_over = 0
+            while budget > 0 and passed_over < _PASSED_OVER and (job := self._next(rank)) is not None:
+                before = len(turns)
+                budget -= self._admit(job, budget, turns)
+                passed_over += len(turns) == before
         return turns
+
+    def _admit(self, job: Job, budget: int, turns: list[Turn]) -> int:
+        """The rows of the job's turn, 0 if it has none. Mutates: adds the turn to the others."""
+        turn, certain = self._plan(job, budget), job is self.queue.oldest and not turns
+        if turn is not None and not self._make_room(turn, certain):
+            # The oldest job could take the pages of all others and still lacks some. Waiting would not help: it would
+            # take them again in every step, and the younger jobs would compute them again in vain.
+            job.window_open = None  # its pages are gone
+            turn = self._last_resort(job) if certain else None
+        if turn is None:
+            return 0
+        job.lane.last_used = self._clock
+        turns.append(turn)
+        return self._num_rows(turn)
 
     def _budget(self) -> int:
         """Rows of this step. Wide passes keep a device busy, but all others wait for their next token meanwhile, and all
         captured rows of a pass are in memory at once."""
-        if self.lone_rows == self.max_rows or any(job.lane.hooks or not self._prefills(job) for job in self._jobs):
+        if self.lone_rows == self.max_rows or self.queue.num_hooked or self._decodes():
             return self.max_rows
-        specs = {job.lane.capture for job in self._jobs if job.lane.capture is not None}
+        specs = set(self.queue.captures)
         if not specs:
             return self.lone_rows
         lens = any(spec.lens is not None for spec in specs)
         fit = 0 if lens else self.runner.rows_in_transfer(frozenset().union(*(spec.needed() for spec in specs)))
         return max(self.max_rows, min(fit, self.lone_rows) // self.max_rows * self.max_rows)
+
+    def _decodes(self) -> bool:
+        """Whether a job lacks a single row. Mutates: drops numbers of jobs that do not wait there."""
+        waiting = self._ranked[0]
+        while waiting:
+            job = self.queue.get(waiting[0])
+            if job is not None and job.rank == 0 and not self._prefills(job):
+                return True
+            heappop(waiting)
+            if job is not None and job.rank == 0:
+                self._wait(job)
+        return False
 
     def _prefills(self, job: Job) -> bool:
         return job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) > 1
@@ -353,6 +323,7 @@ class Admission:
         again = path.repetition(REPEATED, free) if free else []
         window = Window(at, len(again) or count, again, ended=bool(again) and again[-1] in job.sampling.stop_tokens)
         self._missing.add(window.num_missing)
+        self._drafting.add(job.number)
         return window
 
     def _num_rows(self, turn: Turn) -> int:
@@ -379,10 +350,6 @@ class Admission:
         plain = not lane.hooks and self.runner.cache.chain is None
         return self._alone and plain and job.sampling.bare and job.forced_drafts is None
 
-    def _rank(self, job: Job) -> int:
-        passed_over = job is self._jobs[0] and job.lane.last_used < self._clock - 1
-        return 0 if passed_over else 2 if self._prefills(job) else 1
-
     def _num_drafts(self, job: Job, at: int, free: bool = False) -> int:
         if job.forced_drafts is not None:
             return min(max(map(len, job.forced_drafts.get(at, [[]]))), job.remaining - 1)
@@ -391,22 +358,18 @@ class Admission:
             return 0  # the device's decode step is canonical: there is nothing to verify
         if window is None:
             drafter = self.drafters[job.drafter]
-            window = self.planner.window(drafter.reproducible, self._deciding, job.statistics, free)
+            together = min(self.queue.num_deciding, self.max_rows)
+            window = self.planner.window(drafter.reproducible, together, job.statistics, free)
             window = min(window, self.max_rows // drafter.width)
         return min(window, job.remaining) - 1
 
     def _width(self, job: Job, at: int) -> int:
         return len(job.forced_drafts.get(at, [[]])) if job.forced_drafts is not None else self.drafters[job.drafter].width
 
-    def _make_room(self, turn: Turn) -> bool:
+    def _make_room(self, turn: Turn, certain: bool) -> bool:
         """Reserve the turn's pages; younger jobs without a turn in this step may lose theirs. False: the turn must wait."""
         width = self._width(turn.job, turn.end) if turn.num_drafts else 1
-        return self.reservations.reserve(turn, width, self._jobs, lambda: self._victims(turn.job))
-
-    def _victims(self, job: Job) -> list[Job]:
-        """The jobs that may lose their pages to this one."""
-        younger = self._jobs[self._jobs.index(job) + 1 :]
-        return [other for other in younger if other.lane.last_used != self._clock]
+        return self.reservations.reserve(turn, width, certain)
 
     def _last_resort(self, job: Job) -> Turn | None:
         """For the oldest job, whose window does not fit even with all pages to itself: a turn without drafts, or failure."""
@@ -415,15 +378,15 @@ class Admission:
         assert turn is not None  # `submit` refuses windows larger than a pass
         turn.num_drafts, turn.burst, turn.drafting, job.window_open = 0, 0, False, None
         self.reservations.out_of_states = None
-        if self._make_room(turn):
+        if self._make_room(turn, certain=True):
             return turn
         if self.reservations.out_of_states is not None:
-            self.fail(job, self.reservations.out_of_states)
+            self.queue.end(job, self.reservations.out_of_states)
             return None
         needed = pool.num_needed(job.lane.table, turn.start, turn.end)
         length = len(self.tree.branch(job.lane.branch).tokens)
         full = (needed, pool.num_free, pool.num_pages)
-        self.fail(job, OutOfPages.for_ever(*full, length, length + job.remaining, pool.page_size))
+        self.queue.end(job, OutOfPages.for_ever(*full, length, length + job.remaining, pool.page_size))
         return None
 
 

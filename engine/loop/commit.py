@@ -329,8 +329,11 @@ class Outcome:
 class Committer:
     """Applies outcomes to tree, pages and recordings. A rejected branch that keeps rows or pages is added to `lanes`."""
 
-    def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane]) -> None:
-        self.runner, self.tree, self.lanes = runner, tree, lanes
+    def __init__(self, runner: Runner, tree: BranchTree, lanes: dict[int, Lane], changed: set[int]) -> None:
+        """
+        changed  to be told of new lanes; see `JobQueue.changed`
+        """
+        self.runner, self.tree, self.lanes, self.changed = runner, tree, lanes, changed
 
     def commit(self, turn: Turn, outcome: Outcome, rows: "PassRows | Mapping[str, Tensor] | None") -> None:
         """Mutates tree, lane, pages and recording. Precondition: the turn's rows are computed.
@@ -468,6 +471,7 @@ class Committer:
             self._seal(other, turn.start)
         if other.recording is not None or job.keep_pages:
             self.lanes[kept] = other
+            self.changed.add(kept)
             lane.rejected.append(kept)
 
 

@@ -124,6 +124,13 @@ class Lane:
     thoughts: object | None = None
     """what a Thinking-States model keeps about the prompt; forks and rejected branches inherit it; read by `thoughts_of`"""
     last_used: int = 0
+    queued: int = 0
+    """the number of its unfinished job; 0: it is idle"""
+    listed: int | None = None
+    """where `Reservations` has it: 0 among the idle, or under the number of its job, negative among those that share their
+    last pages; None: nowhere"""
+    parked: dict[int, None] | None = None
+    """where it waits for others to let go of its last pages; see `PagePool.park`"""
     statistics: Statistics = field(default_factory=Statistics)
     """of all its requests that ended"""
     rejected: list[int] = field(default_factory=list)
@@ -191,6 +198,12 @@ class Job:
     """whether to end the job, with reason "answer", given all tokens that it generated so far; asked after each of them"""
     cancel_at: int | None = None
     """to replay a cancelled job: cancel after this many tokens, with windows planned for `new_tokens`"""
+    number: int = 0
+    """among all jobs of the queue, by age; 0: it was not queued"""
+    rank: int | None = None
+    """where it waits for its turn: 0 among those that lack one row, 1 among those that lack more; None: it had a turn"""
+    counted: tuple[CaptureSpec | None, bool] = (None, False)
+    """what the queue counted of it: its capture, and whether it has hook functions"""
     generated: int = 0
     num_yielded: int = 0
     """tokens that its stream, if it has one, has yielded"""

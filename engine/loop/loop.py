@@ -3,159 +3,29 @@
 The package's docstring (`engine/loop/__init__.py`) walks through one turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError, InternalError
+from replaylens.engine.errors import EngineError, InternalError
 from replaylens.engine.lens.lens import KnownLenses
-from replaylens.engine.loop.admission import Admission, Reservations
+from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.commit import Committer, Endings, Outcome, PassRows, Verdict, drafted, judged, overruled
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
 from replaylens.engine.loop.lane import Job, Lane, Turn
-from replaylens.engine.memory.prefix import PrefixIndex, Trail
-from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
+from replaylens.engine.loop.queue import JobQueue, Listener
+from replaylens.engine.loop.reservations import Reservations
+from replaylens.engine.memory.prefix import PrefixIndex
+from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.batch import Segment, finite, not_finite
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import PassTap
-from replaylens.engine.request.placed import page_keys
 from replaylens.engine.request.scores import Scorer, score
 
 if TYPE_CHECKING:
     from replaylens.engine.passes.bursts import BurstCapture, BurstRequest, Bursts
-
-# ---- queue -----------------------------------------------------------------------------------------------------------
-# `JobQueue`: the unfinished jobs of a loop, from `submit` to their end, and the listeners that hear of them.
-
-Listener = Callable[[dict[str, Any]], None]
-"""is called with every event: submit, draft, draft_failed, verdict, preempt, finish"""
-
-
-class JobQueue:
-    """Accepts jobs, closes those that are done and ends those that fail. `jobs` has the unfinished ones, oldest first."""
-
-    def __init__(
-        self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, drafters: dict[str, Drafter], max_rows: int
-    ) -> None:
-        self.runner, self.tree, self.prefix, self.drafters, self.max_rows = runner, tree, prefix, drafters, max_rows
-        self.jobs: list[Job] = []
-        self._busy: set[int] = set()
-        """their branches"""
-        self.listeners: list[Listener] = []
-
-    def submit(self, job: Job) -> None:
-        """Queue a job for `step`. A job that can never be served ends at once, with an error."""
-        self.notify("submit", job)
-        if refusal := self.refusal(job):
-            self.end(job, refusal)
-        else:
-            self.close_if_done(job)
-        if not job.done:
-            self.jobs.append(job)
-            self._busy.add(job.lane.branch)
-
-    def refusal(self, job: Job) -> EngineError | None:
-        """Why a job cannot be served, regardless of other jobs' load; None: it can."""
-        record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
-        if job.lane.unread or record.id in self._busy:
-            return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
-        if record.status is BranchStatus.REJECTED:
-            return ClosedBranch(f"Branch {record.id} is rejected. Fork it to continue from its tokens.")
-        if not record.tokens and job.new_tokens:
-            return BadRequest(f"Branch {record.id} has no tokens. Force at least one before generating.")
-        drafts = job.forced_drafts or {}
-        named = [
-            *job.sampling.logit_bias,
-            *job.sampling.stop_tokens,
-            *(t for chains in drafts.values() for chain in chains for t in chain),
-        ]
-        if bad := [t for t in named if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
-            return BadRequest(
-                f"Token {bad[0]!r} in logit_bias, stop_tokens or drafts is not in the vocabulary of {vocab} tokens."
-            )
-        width = self.drafters[job.drafter].width if job.new_tokens else 1
-        rows = [min(job.window or 1, job.new_tokens) * width]
-        rows += [min(1 + max(map(len, chains)), job.new_tokens) * len(chains) for chains in drafts.values() if chains]
-        if max(rows) > self.max_rows:
-            return BadRequest(
-                f"A window of {max(rows)} rows does not fit into a pass of {self.max_rows}. Use a smaller window."
-            )
-        return None
-
-    def end(self, job: Job, error: Exception | None = None) -> None:
-        """Stop a job, cancelled or failed. Committed tokens stay; forced tokens without KV are removed."""
-        job.done, job.error = True, error
-        self._drop_window(job)
-        record = self.tree.branch(job.lane.branch)
-        if TokenState.DRAFT in record.states:
-            self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
-            job.lane.tokens_gone(len(record.tokens))
-        self._finish(job, "error" if error else "cancelled")
-
-    def _drop_window(self, job: Job) -> None:
-        """Mutates: forgets drafts that are not verified yet, with their pages."""
-        if job.window_open is not None:
-            job.window_open = None
-            self.runner.pool.truncate(job.lane.table, min(job.lane.computed, job.lane.table.length))
-
-    def preempted(self, job: Job) -> None:
-        """Mutates: forgets the drafts of a job that lost its pages."""
-        job.window_open = None
-        self.notify("preempt", job)
-
-    def close_if_done(self, job: Job) -> None:
-        """Mutates: a job with all its tokens and rows is done, and its whole pages are offered to the prefix index."""
-        allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
-        if job.remaining == 0 and job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) <= allowed:
-            lane, job.done = job.lane, True
-            if lane.certified:
-                keys = page_keys(lane.edits, len(lane.table.pages), self.runner.pool.page_size) if lane.edits else None
-                self._offer(lane, keys)
-            self._finish(job, job.finish_reason)
-
-    def _offer(self, lane: Lane, keys: list[bytes] | None) -> None:
-        """Index the lane's whole pages; without edits, only those after the pages that it offered before."""
-        past, size = self.tree.branch(lane.branch).past, self.runner.pool.page_size
-        before, kept = lane.offered if lane.offered is not None else (None, past.mark(0))
-        if keys is not None or before is None or kept.length < before.num_pages * size:  # other edits, or rolled back
-            before = Trail()
-        self.prefix.offer(lane.table, past.tokens, lane.computed, keys, before)
-        lane.offered = (before, past.mark(before.num_pages * size)) if keys is None else None
-
-    def remove(self, job: Job) -> None:
-        """Mutates: stops a job that is not done and removes it from the queue; nothing happens if it is in no queue."""
-        if job in self.jobs and not job.done:
-            self.end(job)
-        self._keep([other for other in self.jobs if other is not job])
-
-    def forget_done(self) -> None:
-        """Mutates: removes the jobs that are done."""
-        self._keep([job for job in self.jobs if not job.done])
-
-    def _keep(self, jobs: list[Job]) -> None:
-        self.jobs, self._busy = jobs, {job.lane.branch for job in jobs}
-
-    def end_all(self, error: Exception) -> None:
-        """Mutates: ends every job with the error."""
-        for job in self.jobs:
-            if not job.done:
-                self.end(job, error)
-        self._keep([])
-
-    def _finish(self, job: Job, reason: str | None) -> None:
-        job.lane.statistics.add(job.statistics)
-        if self.listeners:  # the digest reads the whole path
-            tokens = self.tree.branch(job.lane.branch).tokens
-            self.notify("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
-
-    def notify(self, event: str, job: Job, **details: Any) -> None:
-        """Calls every listener with the event."""
-        for listener in self.listeners:
-            listener({"event": event, "branch": job.lane.branch, **details})
-
 
 # ---- packer ----------------------------------------------------------------------------------------------------------
 # `Packer`: what a turn brings into a pass, a burst or a drafter's call. It changes nothing.
@@ -271,10 +141,10 @@ class Loop:
         self.runner, self.tree, self.drafters, self.max_rows, self.lenses = runner, tree, drafters, max_rows, lenses
         self.lanes: dict[int, Lane] = {}
         self.queue = JobQueue(runner, tree, prefix, drafters, max_rows)
-        self.committer = Committer(runner, tree, self.lanes)
+        self.committer = Committer(runner, tree, self.lanes, self.queue.changed)
         self.packer, self.endings = Packer(runner, tree, self.committer), Endings(tree, text)
-        self.reservations = Reservations(runner, prefix, self.lanes, self.queue.preempted)
-        self.admission = Admission(runner, tree, drafters, self.reservations, max_rows, lone_rows, self.queue.end)
+        self.reservations = Reservations(runner, prefix, self.lanes, self.queue)
+        self.admission = Admission(runner, tree, drafters, self.queue, self.reservations, max_rows, lone_rows)
         self.bursts: Bursts | None = None
         """direct decode steps on the device alone; None on a CPU"""
 
@@ -326,7 +196,7 @@ class Loop:
     def admit(self) -> list[Turn]:
         """Turns for as many jobs as rows and pages allow; see `Admission`."""
         self.queue.forget_done()
-        return self.admission.turns(self.jobs, alone=self.bursts is not None)
+        return self.admission.turns(alone=self.bursts is not None)
 
     def draft(self, turns: list[Turn]) -> list[Turn]:
         """Fill in the chains of turns that verify drafts. Draft KV goes to slots that the verification overwrites."""

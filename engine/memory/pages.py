@@ -32,6 +32,13 @@ class PageRun:
     """at least one"""
     holders: int = 1
     """tables whose last run it is, and runs that lie on it"""
+    parked: dict[int, None] | None = None
+    """who ends with it and waits for its other holders; see `PagePool.park`"""
+
+    @property
+    def left_to_parked(self) -> bool:
+        """Whether nobody else holds it."""
+        return self.parked is not None and len(self.parked) >= self.holders
 
     @property
     def end(self) -> int:
@@ -82,6 +89,11 @@ class PageTable:
     def num_held(self) -> int:
         """How many of its first pages belong to runs."""
         return self.run.end if self.run is not None else 0
+
+    @property
+    def last_run(self) -> PageRun | None:
+        """The run of its last page; None: that page is its own."""
+        return self.run if self.run is not None and self.run.end == len(self.pages) else None
 
 
 # ---- check pages -----------------------------------------------------------------------------------------------------
@@ -215,6 +227,9 @@ def _check_free_list(pool: CountedPool) -> None:
 #
 # A table of `length` positions always has exactly ceil(length / page_size) pages. Its first ones may belong to a `PageRun`
 # that other tables hold as well; the others have a reference of the table's own.
+#
+# Who is asked for pages and shares its last ones is parked there, by a number that the caller chooses. Once nobody else holds
+# them, `heard` names the parked: who looks for pages asks each of them once, and not whenever it looks.
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +262,14 @@ class PagePool:
         self.page_size = page_size
         self._refcounts = [0] * (num_pages + 1)
         self._free = list(range(1, num_pages + 1))  # a heap: allocation order does not depend on the past
+        self.indexed: set[int] = set()
+        """the pages that `keep` holds"""
+        self.left: set[int] = set()
+        """those of them that everybody else let go of since the index last looked"""
+        self._parked: dict[int, dict[int | PageRun, None]] = {}
+        """page -> who ends with it and waits for its other owners"""
+        self.heard: list[int] = []
+        """who was parked and has nobody left to wait for"""
 
     @property
     def num_free(self) -> int:
@@ -263,6 +286,53 @@ class PagePool:
         of forks hold it, it may be more."""
         runs = [] if table.run is None else [run for run in table.run.chain() if run.end > index]
         return self.refcount(table.pages[index]) + sum(run.holders - 1 for run in runs)
+
+    def alone(self, table: PageTable) -> bool:
+        """Whether only this table, and perhaps the index, has its last page. Precondition: it has one."""
+        run = table.last_run
+        return (run is None or run.holders == 1) and self._num_owners(table.pages[-1]) == 1
+
+    def tail(self, table: PageTable, most: int) -> int:
+        """The index of the first of the table's last pages, `most` of them at most: those with no more sharers than the very
+        last, since dropping those before would free none. Takes a step for each of them."""
+        first, run, above, fewest, entered = len(table.pages), table.run, 0, 0, None
+        while first and len(table.pages) - first < most:
+            while run is not None and run.start >= first:
+                run = run.below
+            if run is not None and run.end >= first and run is not entered:
+                above, entered = above + run.holders - 1, run
+            sharers = self._num_owners(table.pages[first - 1]) + above
+            if fewest and sharers > fewest:
+                break
+            fewest, first = fewest or sharers, first - 1
+        return first
+
+    def park(self, table: PageTable, who: int) -> dict[int, None]:
+        """Mutates: `who`, the owner of the table, waits for others to let go of its last page. Returns the place to take it out
+        of if it no longer does. Precondition: the table has pages."""
+        run = table.last_run
+        if run is None:
+            place = self._parked.setdefault(table.pages[-1], {})
+        else:
+            place = run.parked = {} if run.parked is None else run.parked
+        place[who] = None
+        return place  # type: ignore[return-value]
+
+    def together(self, table: PageTable) -> list[int]:
+        """All who hold the table's last page, if all are parked; then dropping it frees it. Else nobody."""
+        run, page = table.last_run, table.pages[-1]
+        if run is not None:
+            if not run.left_to_parked:
+                return []
+            self._parked.setdefault(page, {})[run] = None
+        units = self._parked.get(page, {})
+        if len(units) < self._num_owners(page):
+            return []
+        for unit in [unit for unit in units if isinstance(unit, PageRun) and not unit.left_to_parked]:
+            del units[unit]  # forked since
+        if len(units) < self._num_owners(page):
+            return []
+        return [who for unit in units for who in ((unit.parked or ()) if isinstance(unit, PageRun) else [unit])]
 
     def num_needed(self, table: PageTable, start: int, end: int) -> int:
         """How many free pages `reserve` takes for the same arguments. Changes nothing."""
@@ -288,6 +358,7 @@ class PagePool:
             source, target = table.pages[index], self._take()
             table.pages[index] = target
             self._refcounts[source] -= 1
+            self._tell(source)
             num_slots = self._num_carried(table.length, index, start, end)
             if num_slots:
                 copies.append(PageCopy(source, target, num_slots, index * self.page_size))
@@ -354,6 +425,18 @@ class PagePool:
         self._refcounts[page] -= 1
         if self._refcounts[page] == 0:
             heappush(self._free, page)
+        self._tell(page)
+
+    def keep(self, page: int) -> None:
+        """`retain` for the prefix index, which gives it back by `unkeep` and is told in `left` when it is the only owner."""
+        self.retain(page)
+        self.indexed.add(page)
+
+    def unkeep(self, page: int) -> None:
+        """`drop` for the prefix index."""
+        self.indexed.discard(page)
+        self.left.discard(page)
+        self.drop(page)
 
     def slot(self, table: PageTable, position: int) -> int:
         """The slot of `position`: page * page_size + offset."""
@@ -415,6 +498,7 @@ class PagePool:
             table.run = run.below
             if others:
                 run.holders -= 1
+                self._hear(run)
                 for page in run.pages:
                     self._refcounts[page] += 1
                 if run.below is not None:
@@ -425,9 +509,36 @@ class PagePool:
         for each in run.chain():
             each.holders -= 1
             if each.holders:
-                return
+                return self._hear(each)
             for page in each.pages:
                 self.drop(page)
+
+    def _num_owners(self, page: int) -> int:
+        """References to a page, without the index's."""
+        return self._refcounts[page] - (page in self.indexed)
+
+    def _tell(self, page: int) -> None:
+        """Mutates: after a reference less, notes who has nobody left to wait for."""
+        if page in self.indexed and self._refcounts[page] == 1:
+            self.left.add(page)
+        if page in self._parked and len(self._parked[page]) >= self._num_owners(page):
+            self.heard += self._members(self._parked.pop(page))
+
+    def _hear(self, run: PageRun) -> None:
+        """Mutates: after a holder less, notes who has nobody left to wait for."""
+        if run.left_to_parked:
+            self.heard += self._members({run: None})
+
+    def _members(self, units: dict[int | PageRun, None]) -> list[int]:
+        """Who is parked there. Mutates: nobody waits in those runs any more."""
+        found: list[int] = []
+        for unit in units:
+            if isinstance(unit, PageRun):
+                found += unit.parked or ()
+                unit.parked = None
+            else:
+                found.append(unit)
+        return found
 
     def _num_carried(self, length: int, index: int, start: int, end: int) -> int:
         first = index * self.page_size

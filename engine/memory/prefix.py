@@ -42,6 +42,8 @@ class PrefixEntry:
     parent: "PrefixEntry | None"
     last_used: int
     num_children: int = 0
+    listed: bool = False
+    """whether it is in the heap of those that can be evicted"""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +86,11 @@ class PrefixIndex:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self._entries: dict[bytes, PrefixEntry] = {}
+        self._by_page: dict[int, PrefixEntry] = {}
+        self._leaves: list[tuple[int, int, bytes]] = []
+        """a heap of the ranks of entries that could be evicted when they were listed; a rank may have grown since"""
+        self._inner: set[int] = set()
+        """pages that only the index had when it last looked, before pages of others"""
         self._clock = 0  # counts uses instead of seconds, so that evictions can be replayed
 
     def __len__(self) -> int:
@@ -146,24 +153,42 @@ class PrefixIndex:
         """Free `num_pages` pages if possible, least recently used first, and return how many became free.
 
         Only entries without a child entry and without other references to their page are removed: others would free
-        nothing. Every call scans the whole index, so ask for several pages at a time.
+        nothing. Takes time in proportion to what is freed, and to what others let go of since the last call.
         """
-        leaves = [self._rank(entry) for entry in self._entries.values() if self._evictable(entry)]
-        heapq.heapify(leaves)
+        self._look()
         num_freed = 0
-        while leaves and num_freed < num_pages:
-            entry = self._entries[heapq.heappop(leaves)[-1]]
-            self._remove(entry)
-            num_freed += 1
-            if entry.parent is not None and self._evictable(entry.parent):
-                heapq.heappush(leaves, self._rank(entry.parent))
+        while self._leaves and num_freed < num_pages:
+            rank = heapq.heappop(self._leaves)
+            entry = self._entries.get(rank[-1])
+            if entry is None or not entry.listed:
+                continue
+            entry.listed = False
+            if self._evictable(entry) and self._rank(entry) != rank:  # used since
+                self._list(entry)
+            elif self._evictable(entry):
+                self._remove(entry)
+                num_freed += 1
+                if entry.parent is not None and self._evictable(entry.parent):
+                    self._list(entry.parent)
         return num_freed
 
     def clear(self) -> None:
         """Remove all entries and drop their references."""
-        for entry in self._entries.values():
-            self.pool.drop(entry.page)
-        self._entries.clear()
+        entries = list(self._entries.values())
+        for each in (self._entries, self._by_page, self._leaves, self._inner):
+            each.clear()
+        for entry in entries:
+            self.pool.unkeep(entry.page)
+
+    def has_inner(self) -> bool:
+        """Whether pages that only the index has lie before pages of others, so that `evict` cannot free them."""
+        self._look()
+        while self._inner:
+            entry = self._by_page.get(page := next(iter(self._inner)))
+            if entry is not None and self.pool.refcount(page) == 1:
+                return True
+            self._inner.discard(page)
+        return False
 
     def pages(self) -> list[int]:
         """The indexed pages, once per reference: `retained` for `PagePool.check_integrity`."""
@@ -230,19 +255,19 @@ class PrefixIndex:
     def _insert(
         self, key: bytes, page: int, tokens: tuple[int, ...], edit_key: bytes, parent: PrefixEntry | None
     ) -> PrefixEntry:
-        self.pool.retain(page)
+        self.pool.keep(page)
         entry = PrefixEntry(key, page, tokens, edit_key, parent, self._clock)
-        self._entries[key] = entry
+        self._entries[key] = self._by_page[page] = entry
         if parent is not None:
             parent.num_children += 1
         return entry
 
     def _remove(self, entry: PrefixEntry) -> None:
-        del self._entries[entry.key]
+        del self._entries[entry.key], self._by_page[entry.page]
         if entry.parent is not None:
             entry.parent.num_children -= 1
             entry.parent.last_used = max(entry.parent.last_used, entry.last_used)
-        self.pool.drop(entry.page)
+        self.pool.unkeep(entry.page)
 
     def _touch(self, path: list[PrefixEntry]) -> None:
         """Mark a path as used now. Entries before its last one take over the time when the ones after them are removed: until
@@ -250,6 +275,21 @@ class PrefixIndex:
         self._clock += 1
         if path:
             path[-1].last_used = self._clock
+
+    def _look(self) -> None:
+        """Mutates: takes up the pages that everybody else let go of since the last look."""
+        while self.pool.left:
+            entry = self._by_page.get(page := self.pool.left.pop())
+            if entry is None or self.pool.refcount(page) > 1:
+                continue
+            if entry.num_children:
+                self._inner.add(page)
+            elif not entry.listed:
+                self._list(entry)
+
+    def _list(self, entry: PrefixEntry) -> None:
+        entry.listed = True
+        heapq.heappush(self._leaves, self._rank(entry))
 
     def _evictable(self, entry: PrefixEntry) -> bool:
         return entry.num_children == 0 and self.pool.refcount(entry.page) == 1

@@ -502,5 +502,5 @@ class Branch(NotCopyable):
         """Precondition: within the lock."""
         self._check_open()
         self.lock.tidy()
-        if self.lane.unread or any(job.lane is self.lane for job in self.engine.loop.jobs):
+        if self.lane.unread or self.lane.queued:
             raise BadRequest(f"Branch {self.id} is busy with another request. Finish it or close its stream first.")

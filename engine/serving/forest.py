@@ -74,6 +74,7 @@ class Forest:
         """Mutates: adds a lane, traced unless its thread is `quiet`. Precondition: the lock is held."""
         lane.traced = lane.traced and not getattr(self._thread, "quiet", False)
         self.loop.lanes[lane.branch] = lane
+        self.loop.reservations.note(lane)
 
     @changing
     def fork(self, lane: Lane, at: int, edits: Edits = (), hooks: Hooks = ()) -> Lane:
@@ -96,6 +97,7 @@ class Forest:
             own = trail.upto(min(kept.length, at) // size)
             new.offered = own, self.tree.branch(child).past.mark(own.num_pages * size)
         self.add(new)
+        self.loop.reservations.note(lane)  # what it had alone is shared now
         self.note(lane, "fork", edits, hooks, child=child, at=at)
         return new
 
@@ -137,6 +139,7 @@ class Forest:
                 self.tree.discard(rejected.id)
         lane.computed = min(lane.computed, to - pending)
         self.runner.pool.truncate(lane.table, min(lane.computed, lane.table.length))
+        self.loop.reservations.note(lane)
         if shorter:
             lane.tokens_gone(to)
         if pending and lane.recording is not None:
@@ -147,13 +150,14 @@ class Forest:
     @changing
     def release(self, lane: Lane) -> None:
         """Free the lane's pages and close its branch. Cancels its jobs and releases its rejected branches; forks stay open."""
-        for job in [job for job in self.loop.jobs if job.lane is lane]:
+        if (job := self.loop.queue.get(lane.queued)) is not None:
             self.cancel(job)
         for rejected in [self.loop.lanes[i] for i in lane.rejected if i in self.loop.lanes]:
             self.release(rejected)
         parent = self.tree.branch(lane.branch).parent
         if parent in self.loop.lanes and lane.branch in self.loop.lanes[parent].rejected:
             self.loop.lanes[parent].rejected.remove(lane.branch)
+        self.loop.reservations.released(lane)
         self.runner.pool.release(lane.table)
         self.tree.release(lane.branch)
         del self.loop.lanes[lane.branch]
@@ -247,13 +251,22 @@ class Forest:
 
     def wait(self, jobs: Sequence[Job], progress: bool = False) -> None:
         """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
+        ended = [0]  # jobs before it are done: not every step looks at all of them
+
+        def done() -> bool:
+            first = ended[0]
+            while first < len(jobs) and jobs[first].done:
+                first += 1
+            ended[0] = first
+            return first == len(jobs)
+
         with tqdm(total=sum(job.new_tokens for job in jobs), unit="token", disable=hidden(progress)) as bar:
 
             def show() -> None:  # what a job that stopped early leaves out is no longer to come
                 bar.total = sum(job.generated if job.done else job.new_tokens for job in jobs)
                 bar.update(sum(job.generated for job in jobs) - bar.n)
 
-            self.lock.drive(self.loop.step, lambda: all(job.done for job in jobs), show if progress else None)
+            self.lock.drive(self.loop.step, done, show if progress else None)
             show()
             bar.refresh()
         raise_first(jobs)
@@ -442,6 +455,8 @@ class Completer:
         if lane.branch in self.forest.loop.lanes and self.forest.tree.common_prefix(lane.branch, twin.branch) == path:
             if lane.computed < length:
                 lane.table, twin.table, lane.computed = twin.table, lane.table, length
+                for each in (lane, twin):
+                    self.forest.loop.reservations.note(each)
             if twin.recording is not None and lane.recording is not None and lane.recording.end < length:
                 twin.recording.truncate(length)
                 lane.recording.take_over(twin.recording)

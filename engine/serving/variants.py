@@ -177,8 +177,7 @@ class Variants:
         loop, pool = self.forest.loop, self.runner.pool
         if pages > pool.num_free:
             self.forest.prefix.evict(pages - pool.num_free)
-        busy = {lane.branch, *(job.lane.branch for job in loop.jobs)}
-        while alone and pages > pool.num_free and loop.reservations.reclaim(pages - pool.num_free, busy, []):
+        while alone and pages > pool.num_free and loop.reservations.reclaim(pages - pool.num_free, spare=lane):
             pass
 
     def _pass(self, lane: Lane, chunk: list[EditedCopy], at: Tensor, out: dict[str, Tensor]) -> bool:

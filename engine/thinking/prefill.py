@@ -224,6 +224,7 @@ class Prefiller:
         tree.append(lane.branch, p.path[record.root_length : end], TokenState.PROMPT)
         pool.truncate(lane.table, min(lane.table.length, end))
         lane.computed = min(lane.computed, end)
+        self.forest.loop.reservations.note(lane)
         assert lane.recording is not None
         lane.recording.truncate(end)
 

@@ -518,7 +518,7 @@ def test_a_row_is_read_again_once_its_successor_is_known(llama: Subject) -> None
 def test_captured_rows_stay_while_lost_kv_is_computed_again(llama: Subject) -> None:
     engine = llama.engine(cache_tokens=64, page_size=4, max_rows=16)
     branch = engine.prompt(llama.prompt(40), sites="STCZ")
-    engine.prompt(llama.prompt(50, seed=1))  # takes all pages
+    engine.prompt(llama.prompt(64, seed=1))  # takes all pages
     assert branch.lane.computed == 0
     stream = branch.stream(3, drafter="lens", window=2)
     while engine.loop.jobs:

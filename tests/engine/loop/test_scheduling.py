@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.loop.admission import FIXED_WINDOW, Planner
-from replaylens.engine.loop.lane import Job, Statistics, Window
+from replaylens.engine.loop.lane import Job, Lane, Statistics, Window
 from replaylens.engine.loop.loop import Loop
+from replaylens.engine.loop.reservations import Reservations
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
@@ -44,16 +46,19 @@ def assert_right(branch: Branch, prompt: list[int], n: int, sampling: Sampling |
 # ---- admission -------------------------------------------------------------------------------------------------------
 
 
-def test_cached_prefixes_are_given_up_several_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each search for the oldest looks at all of them, and a full cache takes a page for every few tokens."""
-    subject = engine(cache_tokens=320)
-    for number in range(16):
+@pytest.mark.parametrize("count", [12, 48])
+def test_no_more_cached_prefixes_are_given_up_than_a_turn_lacks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """The search for the oldest looks at those that it gives up, however many there are."""
+    subject = engine(cache_tokens=16 * count + 64)  # 16 pages remain free
+    for number in range(count):
         subject.prompt([*path(15, number + 1), number]).release()
-    searches, evict = [], PrefixIndex.evict
+    searches, looks, evict, rank = list[int](), [], PrefixIndex.evict, PrefixIndex._rank
     monkeypatch.setattr(PrefixIndex, "evict", lambda index, pages: searches.append(evict(index, pages)) or searches[-1])
-    branch = subject.prompt(path(9, 50)).generate(120, sampling=Sampling(ignore_eos=True))
-    assert branch.generated == continuation(toy(), path(9, 50), 120)
-    assert sum(searches) > 2 * len(searches) > 0, f"{len(searches)} searches for {sum(searches)} pages"
+    monkeypatch.setattr(PrefixIndex, "_rank", lambda index, entry: looks.append(entry) or rank(index, entry))
+    branch = subject.prompt(path(9, 50)).generate(91, sampling=Sampling(ignore_eos=True))
+    assert branch.generated == continuation(toy(), path(9, 50), 91)
+    assert sum(searches) == 25 - 16 and set(searches) == {1}, "99 positions, a page whenever one is lacking"
+    assert len(looks) <= count + 3 * sum(searches), "each prefix is listed once, after its branch was released"
 
 
 def test_of_idle_branches_the_one_used_longest_ago_loses_its_pages() -> None:
@@ -76,7 +81,7 @@ def test_the_youngest_request_loses_its_pages_first() -> None:
     subject.prefix.clear()
     subject.loop.listeners.append(lambda event: lost.append(event["branch"]) if event["event"] == "preempt" else None)
     subject.generate(branches, 30, window=1)
-    assert lost[:2] == [branches[3].id, branches[2].id], "76 positions of 80 are in use after three tokens each"
+    assert list(dict.fromkeys(lost)) == [branches[3].id, branches[2].id, branches[1].id], "page by page, until it has none"
     assert branches[0].id not in lost, "the oldest one loses nothing"
     for branch, step in zip(branches, (1, 2, 3, 4), strict=True):
         assert_right(branch, [step, *path(15, step)], 30)
@@ -237,6 +242,104 @@ def test_pages_are_taken_from_the_idle_and_then_from_the_youngest() -> None:
     for i, branch in enumerate(branches):
         assert_right(branch, [i, i + 1, i + 2], 28)
     assert idle.generate(2).generated == continuation(toy(), path(12), 2), "and comes back when it is wanted"
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, subject: Engine, forks: list[Branch], walk: bool = False) -> tuple[int, int]:
+    """(how often lanes and jobs are read, rows computed) while each fork generates two tokens.
+
+    walk  the mechanism to be found: every reservation looks at all lanes
+    """
+    passes, count, reserve = watch_passes(subject), 0, Reservations._reserve
+
+    def read(self: object, name: str) -> object:
+        nonlocal count
+        count += 1
+        return object.__getattribute__(self, name)
+
+    def walking(self: Reservations, *given: Any) -> None:
+        assert min(lane.last_used for lane in self.lanes.values()) >= 0
+        reserve(self, *given)
+
+    with monkeypatch.context() as patch:
+        if walk:
+            patch.setattr(Reservations, "_reserve", walking)
+        patch.setattr(Lane, "__getattribute__", read)
+        patch.setattr(Job, "__getattribute__", read)
+        subject.generate(forks, 2, sampling=Sampling(ignore_eos=True), window=1)
+    return count, sum(len(s.tokens) for segments in passes for s in segments)
+
+
+@pytest.mark.parametrize("tokens", [160, 1 << 16])
+def test_a_token_takes_no_longer_beside_more_branches(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Two tokens on each fork of one prompt, with room for 39 of their tails and for all. No row is computed twice: forks are
+    served in waves that fit, and the prompt's pages stay."""
+    found, controls = list[float](), list[float]()
+    for count in (80, 320):
+        for walk, costs in ((False, found), (True, controls)):
+            subject = engine(cache_tokens=tokens, page_size=4, max_rows=64)
+            forks = subject.prompt(path(6)).fork(count)
+            reads, rows = looks(monkeypatch, subject, forks, walk)
+            assert rows == 2 * count
+            costs.append(reads / count)
+            assert {tuple(fork.generated) for fork in forks} == {tuple(continuation(toy(), path(6), 2))}
+            assert all(torch.equal(fork.kv(), Reference(toy(), fork.tokens).kv[:7]) for fork in forks[:: count // 4])
+            subject.check_integrity()
+    assert found[1] < 1.1 * found[0]
+    assert controls[1] > 1.5 * controls[0], "the control: such a walk is seen"
+
+
+def test_idle_branches_give_up_what_they_share_together() -> None:
+    """The first of them that is asked frees nothing, and keeps what it has until the one that was used last is asked."""
+    subject = engine(cache_tokens=64)  # 16 pages
+    own, root = subject.prompt(path(16, 5)), subject.prompt(path(16))
+    forks = root.fork(3)
+    subject.prefix.clear()
+    wide = subject.prompt(path(36, 9))  # 8 free pages, and one
+    assert own.lane.computed == 12 and {branch.lane.computed for branch in (root, *forks)} == {16}
+    wide.force([1] * 12)
+    assert own.lane.computed == 0
+    wide.force([1] * 4)
+    assert {branch.lane.computed for branch in (root, *forks)} == {12}
+    for branch in (root, *forks, own, wide):
+        assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv)
+    subject.check_integrity()
+
+
+def test_the_oldest_request_takes_what_waiting_ones_share() -> None:
+    """It needs nearly the whole cache. The others wait, share a prompt, and can free it together only."""
+    subject = engine(cache_tokens=64)  # 16 pages
+    root, oldest = subject.prompt(path(20)), subject.prompt([9, 8])
+    subject.prefix.clear()
+    forks, jobs = root.fork(4), [submit(oldest, 58, window=1, sampling=Sampling(ignore_eos=True))]
+    while not jobs[0].done:
+        before = oldest.length
+        if before == 42:  # its 11 pages and the prompt's 5
+            jobs += [submit(fork, 3, window=1) for fork in forks]
+        assert (before <= 45) == (root.lane.computed == 20)
+        subject.loop.step()
+        subject.check_integrity()
+        assert oldest.length == before + 1, "the oldest never waits"
+    subject.forest.wait(jobs)
+    assert oldest.generated == continuation(toy(), [9, 8], 58)
+    for fork in forks:
+        assert_right(fork, path(20), 3)
+
+
+def test_a_request_that_must_wait_takes_nothing() -> None:
+    """It lacks more pages than younger requests have: these keep theirs, and compute nothing again."""
+    subject, lost = engine(cache_tokens=64), list[int]()
+    oldest, younger = subject.prompts([path(28), path(7, 3)])
+    subject.forest.force(younger.lane, [1, 2])  # it lacks as many rows as the one before it, which goes first
+    subject.prefix.clear()
+    subject.loop.listeners.append(lambda event: lost.append(event["branch"]) if event["event"] == "preempt" else None)
+    long = planted(subject, path(41, 5))
+    jobs = [submit(oldest, 4, window=1), submit(long, 2, window=1), submit(younger, 8, window=1)]
+    subject.loop.step()
+    assert jobs[1].lane.computed == 0 and younger.lane.computed == 9 and lost == []
+    subject.forest.wait(jobs)
+    assert_right(oldest, path(28), 4)
+    assert_right(long, path(41, 5), 2)
+    assert younger.tokens[9:] == continuation(toy(), [*path(7, 3), 1, 2], 8)
 
 
 def test_a_window_that_can_never_fit_does_not_hold_up_the_others() -> None:

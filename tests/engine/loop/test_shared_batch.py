@@ -143,7 +143,7 @@ def test_forked_so_that_its_pages_are_shared() -> None:
 def test_preempted() -> None:
     subject, branch, job = midway()
     subject.loop.reservations.drop_pages(branch.lane)
-    subject.loop.reservations.preempted(job)
+    subject.loop.queue.preempted(job)
     subject.forest.wait([job])
     assert right(branch, PROMPTS[0], 24)
 
@@ -284,8 +284,9 @@ def test_the_machine_would_see_starvation(monkeypatch: pytest.MonkeyPatch) -> No
     """Negative control: with a scheduler that forgets the oldest request, its watch fails."""
     subject = Mixes()
     subject.start(16, 200)
-    admit: Callable[..., Any] = subject.subject.loop.admission.turns
-    monkeypatch.setattr(subject.subject.loop.admission, "turns", lambda jobs, alone: admit(jobs[1:], alone) if jobs[1:] else [])
+    admission, loop = subject.subject.loop.admission, subject.subject.loop
+    admit: Callable[..., Any] = admission._admit
+    monkeypatch.setattr(admission, "_admit", lambda job, *given: 0 if job is loop.queue.oldest else admit(job, *given))
     subject.come(5, 8, "self", 4, True)
     subject.come(6, 8, "self", 4, False)
     with pytest.raises(AssertionError, match="waited for 3 steps"):
