@@ -363,7 +363,7 @@ except AttributeError as error:
 print(json.dumps(found), flush=True)
 """
 TRIPS = {
-    "replaylens.Engine.load('coin-plain')": 90,
+    "replaylens.Engine.load('coin-plain')": 92,
     "replaylens.Dump.open(sys.argv[1])": 26,
     "replaylens.Engine.load('coin-thinking')": 0,
 }
