@@ -5,7 +5,7 @@ from tests.mutants.mutant import Mutant
 ENGINE = (
     Mutant(
         "fast-path-kv-shared",
-        "replaylens.engine.loop.loop",
+        "replaylens.engine.loop.queue",
         "            if lane.certified:\n                keys = page_keys(",
         "            if not lane.hooks:\n                keys = page_keys(",
         "KV of the fast path is never offered to the prefix index",

@@ -302,7 +302,7 @@ MEMORY = (
     ),
     Mutant(
         "indexed-without-edits",
-        "replaylens.engine.loop.loop",
+        "replaylens.engine.loop.queue",
         "lane.table.pages), self.runner.pool.page_size) if lane.edits else None",
         "lane.table.pages), self.runner.pool.page_size) if lane.hooks else None",
         "a page that was computed under edits is not handed to a prompt without them",
@@ -326,7 +326,7 @@ MEMORY = (
     ),
     Mutant(
         "pages-of-tokens-that-were-rolled-back",
-        "replaylens.engine.loop.loop",
+        "replaylens.engine.loop.queue",
         "or kept.length < before.num_pages * size:",
         "or kept.length < 0:",
         "what a branch computes after a rollback is indexed by the tokens that it has now",
