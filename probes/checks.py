@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens.engine.machine import require_room
 from replaylens.engine.request.values import as_int, as_list, as_path, short_repr
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.tasks.task import Example
@@ -105,9 +106,24 @@ def same_length(**columns: Any) -> None:
         raise BadRows(f"{' and '.join(lengths)} have no rows. Give at least one value per row, as an array.")
 
 
+def as_draws(name: str, value: Any, least: int = 0) -> int:
+    """A number of random draws, each of which takes a number at least; ProbeError if there is no memory for them."""
+    found = as_int(name, value, least, error=ProbeError)
+    require_room(f"{name}={short_repr(found)}", memory=8 * found, error=ProbeError)
+    return found
+
+
+def as_numbers(what: str, values: Any) -> np.ndarray:
+    """The values in double precision; BadRows if some are no numbers."""
+    try:
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadRows(f"Invalid {what}={short_repr(values)}: {error}. Give numbers.") from error
+
+
 def no_nan(what: str, values: np.ndarray) -> None:
-    """Raise BadRows if a value is NaN. Infinite scores still have a rank."""
-    bad = np.isnan(np.asarray(values, dtype=np.float64))
+    """Raise BadRows if a value is NaN, or no number. Infinite scores still have a rank."""
+    bad = np.isnan(as_numbers(what, values))
     if bad.any():
         raise BadRows(f"The {what} has NaN in {int(bad.sum())} of {bad.size} places. Leave out rows without a value.")
 

@@ -6,8 +6,9 @@ import numpy as np
 from scipy import stats
 from scipy.stats import rankdata
 
-from replaylens.probes.checks import no_nan, same_length
-from replaylens.probes.errors import TooFewGroups
+from replaylens.engine.request.values import short_repr
+from replaylens.probes.checks import as_numbers, no_nan, same_length
+from replaylens.probes.errors import BadRows, TooFewGroups
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 # Metrics of held-out predictions: AUROC, balanced accuracy, F1. Pure functions, for many cells at once.
@@ -270,7 +271,8 @@ def _share(value: float, error: float, groups: float, rows: int, level: float) -
 def mean_over_groups(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) -> Estimate:
     """The mean of values [rows] with its interval over groups. Zeros and ones are a share; for differences, which can be
     -1 although none is, take `difference_over_groups`."""
-    values = np.asarray(values, dtype=np.float64)
+    values = as_numbers("values", values)
+    same_length(values=values, groups=groups)
     if np.isin(values, (0, 1)).all():
         return ratio_over_groups(values[None], np.ones(len(values)), groups, folds=folds)[0]
     return difference_over_groups(values, groups, folds=folds, bounded=bool(np.abs(values).max() <= 1))
@@ -346,6 +348,8 @@ def _wider(groups: float, level: float) -> float:
 
 def means_over_groups(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, folds: int = 1) -> list[Estimate]:
     """The mean of each line of values [cells, rows], with intervals that hold for all of them jointly."""
+    values = as_numbers("values", values)
+    same_length(values=values, groups=groups)
     value, draws = _means(values, groups, seed)
     return simultaneous(value, draws, effective_groups(group_sums(np.ones(len(groups)), groups)), folds=folds)
 
@@ -406,5 +410,7 @@ def corrected_p(gains: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray
 def false_discovery(p: np.ndarray) -> np.ndarray:
     """Benjamini-Hochberg q-values over the whole grid."""
     no_nan("p", p)
+    if np.size(p) and not (np.min(p) >= 0 and np.max(p) <= 1):
+        raise BadRows(f"Invalid p={short_repr(p)}. Give p-values, from 0 to 1.")
     adjusted: np.ndarray = stats.false_discovery_control(p) if len(p) else p
     return adjusted

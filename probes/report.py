@@ -311,7 +311,7 @@ class Report:
         """(files of the report's folder that are its own, files there that are not): summary and table as this version writes
         them, and intact figures that name the report. Others are left out."""
         own, other, files = list[str](), list[str](), self._files()
-        for path in sorted(Path(folder).iterdir()):
+        for path in sorted(Path(folder).iterdir()) if Path(folder).is_dir() else ():
             if path.name in (SUMMARY, TABLE):
                 (own if path.read_bytes() == files[path.name].encode() else other).append(path.name)
             elif _FIGURE.fullmatch(path.name) or path.name == f"{self.kind}.png":
@@ -323,8 +323,8 @@ class Report:
         """Load a report from its folder or JSON file. Raises BadProbeFile, which says what is wrong. Warns (Unsealed) of one
         without a digest."""
         path = Path(path)
-        path = path / FILE if path.is_dir() else path
         try:
+            path = path / FILE if path.is_dir() else path
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
                 raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")

@@ -301,7 +301,7 @@ class ProbeRows(FromArrays):
 
     def known(self, column: str) -> pd.Series:
         """A column of the index. Raises MissingLabel if no row has a value."""
-        if self.frame[column].isna().all():
+        if column not in self.frame or self.frame[column].isna().all():
             raise MissingLabel(f"No row has {column!r}. Give it among the labels of rows from arrays; text comes with tokens=.")
         return self.frame[column]
 
@@ -514,6 +514,8 @@ def sequences(
     last = rows.at(positions[-1])
     target = last.target(label)
     last, target = last.where(target.present), target[target.present]
+    if not len(last):
+        raise BadRows(f"No row at position {positions[-1]!r} has the label {label!r}. Give another last position.")
     place = {key: i for i, key in enumerate(example_keys(last.frame))}
     if len(place) != len(last):
         raise BadRows(f"Position {positions[-1]!r} has several rows per example. Use one such as 'query' or 'step:3'.")

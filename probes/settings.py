@@ -10,7 +10,7 @@ import torch
 
 from replaylens.engine.request.values import as_int, defines, short_repr
 from replaylens.probes import registry, splits
-from replaylens.probes.checks import layer_list, names
+from replaylens.probes.checks import as_draws, layer_list, names
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.heldout import known_metric
 from replaylens.probes.permutations import PERMUTATIONS
@@ -80,7 +80,8 @@ class SweepSettings:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name, least in (("folds", 1), ("seed", 0), ("permutations", 0)):
+        object.__setattr__(self, "permutations", as_draws("permutations", self.permutations))
+        for name, least in (("folds", 1), ("seed", 0)):
             object.__setattr__(self, name, as_int(name, getattr(self, name), least, error=ProbeError))
         object.__setattr__(self, "residualise", names("residualise", self.residualise))
         object.__setattr__(self, "layers", None if self.layers is None else layer_list(self.layers))

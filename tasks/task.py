@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -318,7 +319,7 @@ class Task(ABC, Generic[K]):
             if not isinstance(which, Iterable):
                 raise BadIndex(which) from None
             return [self.example(index) for index in which]
-        if count < 0:
+        if not 0 <= count <= sys.maxsize:  # no list is longer
             raise BadIndex(which)
         return [self.example(index) for index in range(count)]
 

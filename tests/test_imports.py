@@ -58,7 +58,7 @@ FACES = (
 )
 """what people see, from the bottom up: a face may import the core, all satellites and the faces below"""
 DOORS = {
-    "boundary": {"engine/errors", "engine/model"},
+    "boundary": {"engine/errors", "engine/model", "engine/request"},
     "engine/serving": {"engine/gradients", "engine/resampling", "views"},
     "engine/engine": {"engine/replay", "engine/resampling", "engine/thinking", "engine/training"},
     "engine/features": {"views"},

@@ -10,20 +10,27 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
-from functools import wraps
-from itertools import takewhile
+from functools import partial, wraps
+from itertools import islice, takewhile
 from pathlib import Path
 from reprlib import Repr
 from tempfile import TemporaryFile
+from types import UnionType
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
+    Literal,
     NoReturn,
     ParamSpec,
     TypeGuard,
     TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
 )
 
 import numpy as np
@@ -32,6 +39,7 @@ from replaylens import boundary
 from replaylens.engine.errors import BadRequest, EngineError, UnknownOption
 from replaylens.engine.machine import free_disk, require_room
 from replaylens.engine.terminal import Later
+from replaylens.tasks.errors import TaskError
 
 if TYPE_CHECKING:
     import torch
@@ -348,3 +356,139 @@ def _refuse(name: str, by_position: list[str], known: list[str], values: tuple[A
     nearest = get_close_matches(unknown[0], known, n=1, cutoff=0.7)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise UnknownOption(f"{name}() has no option {unknown[0]!r}{hint}. It has {', '.join(known)}.")
+
+
+# ---- kinds ------------------------------------------------------------------------------------------------------------
+# The kinds of a call's arguments, looked at once the call has failed: is one of them not what the signature says?
+#
+# A call that works pays nothing, and whatever behaves like what is wanted is taken. One that ends in an error of Python, NumPy
+# or torch, deep in the code, ends in a BadRequest that names the argument, what was given and what to give.
+
+_PROTOCOL = ("__getitem__", "__contains__", "__iter__", "__next__", "__eq__", "__len__", "__enter__", "__exit__")
+"""methods whose errors Python itself reads, such as the KeyError of a mapping"""
+_LOOKED_AT = 100
+"""elements of a list whose kind is looked at"""
+
+
+def explained(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> EngineError | None:
+    """The error to raise in the place of Python's own; None: the arguments are what the signature says."""
+    if isinstance(error, EngineError | TaskError | StopIteration) or function.__name__ in _PROTOCOL:
+        return None
+    name = function.__qualname__.removesuffix(".__init__")
+    try:
+        signature = inspect.signature(function)
+        given = signature.bind(*args, **kwargs).arguments
+    except ValueError:  # of C code
+        return None
+    except TypeError as problem:
+        return UnknownOption(f"{name}(): {problem}. It has {', '.join(signature.parameters)}.")
+    for key, value in given.items():
+        parameter = signature.parameters[key]
+        hint = _resolved(parameter.annotation, function)
+        several = {parameter.VAR_POSITIONAL: value, parameter.VAR_KEYWORD: ()}.get(parameter.kind, (value,))
+        for each in several:
+            if each is not parameter.default and not fits(each, hint):
+                return BadRequest(f"Invalid {key}={short_repr(each)} in {name}(). Give {' or '.join(in_words(hint))}.")
+    return None
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the kind that an annotation names. What cannot be told fits."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(fits(value, each) for each in inner)
+    if origin is Literal:
+        return isinstance(value, str | int | type(None)) and value in inner
+    if origin in (Annotated, Unpack):
+        return fits(value, inner[0])
+    if (kind := _SIMPLE.get(origin or hint)) is not None:
+        return kind(value) and (origin is None or _elements_fit(value, inner))
+    known = origin or hint
+    try:
+        return not isinstance(known, type) or isinstance(value, known)
+    except TypeError:  # a protocol, whose methods nobody lists
+        return True
+
+
+def _elements_fit(value: Any, inner: tuple[Any, ...]) -> bool:
+    """Whether the first elements are of the kind that a list's annotation names; other containers are not looked into."""
+    if not isinstance(value, list | tuple | range | np.ndarray) or len(inner) != 1 or isinstance(inner[0], TypeVar):
+        return True
+    return all(fits(each, inner[0]) for each in islice(value, _LOOKED_AT))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) and getattr(value, "ndim", 1) > 0
+
+
+def _holds_numbers(value: Any) -> bool:
+    """An array, or nested lists of numbers."""
+    if _is_array(value):
+        return True
+    try:
+        return _is_list(value) and np.asarray(value).dtype.kind in "biuf"
+    except (TypeError, ValueError):
+        return False
+
+
+_SIMPLE: dict[Any, Callable[[Any], bool]] = {
+    int: lambda value: integer(value) is not None,
+    float: lambda value: real(value) is not None,
+    bool: lambda value: isinstance(value, bool | np.bool_),
+    str: lambda value: isinstance(value, str),
+    Path: lambda value: isinstance(value, str | os.PathLike),
+    os.PathLike: lambda value: isinstance(value, str | os.PathLike),
+    np.ndarray: _holds_numbers,
+    **dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable, Set), _is_list),
+    **dict.fromkeys((dict, Mapping), lambda value: isinstance(value, Mapping)),
+    Callable: callable,
+    type: lambda value: isinstance(value, type),
+}
+"""annotation -> whether a value is taken for it"""
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "text",
+    Path: "a path",
+    os.PathLike: "a path",
+    np.ndarray: "an array of numbers",
+    **dict.fromkeys((list, tuple, set, frozenset, Sequence, Iterable, Set), "a list"),
+    **dict.fromkeys((dict, Mapping), "a dict"),
+    Callable: "a function",
+    type: "a class",
+    type(None): "None",
+}
+
+
+def in_words(hint: Any) -> list[str]:
+    """What an annotation takes, in words, without doubles."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return list(dict.fromkeys(word for each in inner for word in in_words(each)))
+    if origin is Literal:
+        return [repr(each) for each in inner]
+    if origin in (Annotated, Unpack):
+        return in_words(inner[0])
+    word = _WORDS.get(origin or hint)
+    if word == "a list" and len(inner) == 1 and (of := getattr(get_origin(inner[0]) or inner[0], "__name__", "")):
+        return [f"a list of {of}"]
+    name = getattr(origin or hint, "__name__", str(hint))
+    return [word or f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"]
+
+
+def _resolved(annotation: Any, function: Callable[..., Any]) -> Any:
+    """An annotation as a type; Any if it names what only type checkers load."""
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        while isinstance(function, partial) or hasattr(function, "__wrapped__"):
+            function = function.func if isinstance(function, partial) else function.__wrapped__
+        return eval(annotation, getattr(function, "__globals__", {}))  # noqa: S307 (the package's own source)
+    except Exception:
+        return Any

@@ -12,7 +12,7 @@ from scipy import special, stats
 from replaylens.engine.display import Citable
 from replaylens.engine.resampling.plan import OutcomeCounts, sentence_spans
 from replaylens.engine.resampling.rollouts import Rollouts
-from replaylens.probes.checks import mask_of
+from replaylens.probes.checks import as_draws, mask_of
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.intervals import LEVEL
 
@@ -71,6 +71,7 @@ def distances(
             f"level={level}, permutations={permutations}, resamples={resamples} give no interval or test. Give a level between "
             f"0 and 1, at least 19 permutations and 99 resamples."
         )
+    permutations, resamples = as_draws("permutations", permutations), as_draws("resamples", resamples)
     most = 1.0 if measure == "tv" else np.inf
     columns = [np.full(len(first), fill) for fill in (np.nan, np.nan, 0.0, most, 1.0)]
     under = np.zeros((len(first), 1 + permutations))

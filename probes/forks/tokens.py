@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 
 from replaylens.engine.display import Citable
-from replaylens.engine.request.values import as_int
-from replaylens.probes.checks import same_length
+from replaylens.probes.checks import as_draws, same_length
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import RESAMPLES, distances, variation_low
 from replaylens.probes.intervals import LEVEL, Estimate, difference_over_groups, mean_over_groups
@@ -229,7 +228,7 @@ def sibling_divergence(
     outcomes  [rows]: the outcome of the sibling that the row belongs to
     groups    [rows]: forks that are not independent, such as those of one root; default: each fork is its own group
     """
-    permutations = as_int("permutations", permutations, 19, error=ProbeError)
+    permutations = as_draws("permutations", permutations, 19)
     same_length(states=states.T, forks=forks, depths=depths, outcomes=outcomes)
     groups = forks if groups is None else groups
     generator = np.random.default_rng([seed, 0x51B5])
@@ -354,7 +353,7 @@ def draft_agreement(
     taken      [forks]: what the path went on with; resamples equal to it do not count
     groups     [forks]: forks of one root are one group
     """
-    permutations = as_int("permutations", permutations, 19, error=ProbeError)
+    permutations = as_draws("permutations", permutations, 19)
     same_length(drafts=np.arange(len(drafts)), resamples=np.arange(len(resamples)), taken=np.arange(len(taken)), groups=groups)
     left = [[unit for unit in drawn if unit != own] for drawn, own in zip(resamples, taken, strict=True)]
     keep = [i for i, others in enumerate(left) if others]

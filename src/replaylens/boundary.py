@@ -242,19 +242,33 @@ def _enclosed(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _held(function):
-            found = function(*args, **kwargs)
-            if type(found) is GeneratorType:
-                return _Steps(found, function)
-            if type(found) is _GeneratorContextManager and type(found.gen) is GeneratorType:
-                found.gen = _Steps(found.gen, function)
-            return found
+        try:
+            with _held(function):
+                found = function(*args, **kwargs)
+                if type(found) is GeneratorType:
+                    return _Steps(found, function)
+                if type(found) is _GeneratorContextManager and type(found.gen) is GeneratorType:
+                    found.gen = _Steps(found.gen, function)
+                return found
+        except Exception as error:
+            if (instead := _explained(function, args, kwargs, error)) is None:
+                raise
+            raise instead from error
 
     setattr(call, MARK, True)
     for name in ("cache_clear", "cache_info", "cache_parameters"):  # of functools.cache, which `wraps` does not copy
         if hasattr(function, name):
             setattr(call, name, getattr(function, name))
     return call
+
+
+def _explained(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Exception | None:
+    """A named error for an argument of a caller outside the package; None: the error is not of that kind."""
+    if sys._getframe(2).f_globals.get("__name__", "").startswith("replaylens."):
+        return None
+    from replaylens.engine.request.values import explained
+
+    return explained(function, args, kwargs, error)
 
 
 class _Steps(Generator[Any, Any, Any]):
