@@ -350,6 +350,22 @@ DUMPS = (
         ("tests/engine/dump/test_resume.py::test_a_folder_of_somebody_else",),
     ),
     Mutant(
+        "arithmetic-of-the-device-for-that-of-the-dump",
+        "replaylens.commands.options",
+        'if dtype is None and device == "cuda" and made_by is not None:',
+        "if False:",
+        "a dump is verified in the arithmetic that it was made in",
+        ("tests/engine/dump/test_cli.py::test_options_of_verify_and_diff",),
+    ),
+    Mutant(
+        "stored-for-computed",
+        "replaylens.commands.dump",
+        "loaded: dict[str, Any] = dict(device=device, dtype=dtype,",
+        "loaded: dict[str, Any] = dict(device=device, dtype=stored_dtype,",
+        "--dtype is the arithmetic, --stored-dtype what a dump stores",
+        ("tests/engine/dump/test_cli.py::test_options_of_dump",),
+    ),
+    Mutant(
         "plan-of-rollouts-not-hashed",
         "replaylens.engine.resampling.rollouts",
         "if found.sha256 not in (None, digest_of([found.plan, found.wave])):",

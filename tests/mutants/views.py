@@ -6,6 +6,30 @@ _FIGURES, _TABLES = "tests/views/test_figures.py::test_", "tests/views/test_tabl
 
 VIEWS = (
     Mutant(
+        "left-out-steps-not-said",
+        "replaylens.views.draw",
+        "0 if number is None else max(0, number - last - 1)",
+        "0",
+        "a board says how many steps it leaves out",
+        (f"{_FIGURES}a_board_says_how_many_steps_it_leaves_out",),
+    ),
+    Mutant(
+        "steps-of-a-board-by-kind",
+        "replaylens.views.pictures",
+        "when.index(id(frame)) if id(frame) in when else len(when)",
+        "0",
+        "time runs from left to right on a board",
+        (f"{_FIGURES}time_runs_from_left_to_right",),
+    ),
+    Mutant(
+        "rejected-called-accepted",
+        "replaylens.views.draw",
+        '"rejected" if check.void else "accepted"',
+        '"accepted"',
+        "readers who cannot see a board are told of every verdict",
+        (f"{_FIGURES}readers_who_cannot_see_a_board_are_told_of_it",),
+    ),
+    Mutant(
         "interval-without-degree-of-freedom",
         "replaylens.views.maps",
         "values[:, layer].std(ddof=1)",
