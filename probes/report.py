@@ -91,7 +91,7 @@ def summarise(table: pd.DataFrame, settings: Mapping[str, Any] | None = None) ->
     if table.empty or "p_family" not in table:
         return ["No lines."]
     main, zeros = table[~table["known_zero"].astype(bool)], table[table["known_zero"].astype(bool)]
-    lines = list(_labels(main))
+    lines = list(_labels(main, (settings or {}).get("groups") is not None))
     lines += list(_zeros(zeros))
     missing = [name for name in CONTROLS if name not in main or main[name].isna().all()]
     if missing:
@@ -101,8 +101,11 @@ def summarise(table: pd.DataFrame, settings: Mapping[str, Any] | None = None) ->
     return lines
 
 
-def _labels(main: pd.DataFrame) -> Iterator[str]:
-    """Per label, estimator and position: the best cell, how many cells are shown, and what decided."""
+def _labels(main: pd.DataFrame, held_out: bool) -> Iterator[str]:
+    """Per label, estimator and position: the best cell, how many cells are shown, and what decided.
+
+    held_out  whether groups were given, so that nobody needs the hint
+    """
     for (label, estimator, position), part in main.groupby(["label", "estimator", "position"], sort=False):
         best = best_of(part)
         verdict, decided = verdict_of(best)
@@ -124,9 +127,9 @@ def _labels(main: pd.DataFrame) -> Iterator[str]:
             yield f"  selectivity there {best['selectivity']:.3f} {interval} (control task {best['control_task']:.3f})."
         if best["metric"] == "accuracy" and pd.notna(best.get("auroc_low")):
             yield f"  AUROC there {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}]."
-        if verdict == READABLE:
+        if verdict == READABLE and not held_out:
             yield "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=)."
-        if verdict == NOT_SHOWN and decided in ("bag_of_tokens", "token_identity"):
+        if verdict == NOT_SHOWN and not held_out and decided in ("bag_of_tokens", "token_identity"):
             yield "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
 
 

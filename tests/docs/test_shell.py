@@ -343,3 +343,36 @@ def test_interrupt(shell: Callable[..., Shell], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("replaylens.engine.proof.certificates.examine", stop)
     done = shell("doctor")
     assert done.code == 130 and "Traceback" not in done.err
+
+
+# Words of the shell
+
+
+def test_errors_name_options_as_the_shell_does(shell: Callable[..., Shell], tmp_path: Path) -> None:
+    """An option of a call is an option of the command; what belongs to code that is written out stays."""
+    out = str(tmp_path / "out")
+    words = ("dump", "--out", out, "--n", "2", "--sites", "S", "--quiet")
+    assert shell(*words).code == 0
+    again = shell(*words)
+    assert again.code == 2 and "Resume it (--resume)" in again.err and "resume=True" not in again.err
+    for line, said in (
+        ("replay --n 1 --max-new 999999", "--max-new 999999 exceeds"),
+        ("dump --out NEW --n 999999999999999999999", "Invalid --n 999999999999999999999"),
+        ("reproduce", "No figure given. Name one of "),
+    ):
+        done = shell(*line.replace("NEW", f"{out}-new").split())
+        assert done.code == 2 and said in done.err and not re.search(r"\w=\d", done.err), done.err
+    from replaylens.commands.reporting import _parameters, in_shell_words
+
+    class Option(NamedTuple):
+        name: str
+        opts: list[str]
+        secondary_opts: list[str]
+
+    before = _parameters.set([Option("device", ["--device"], []), Option("check", ["--check"], ["--no-check"])])
+    try:
+        assert in_shell_words("Give device='cpu', or check=False.") == "Give --device 'cpu', or --no-check."
+        assert in_shell_words("Use Engine.load(x, device='cpu') or a=b.") == "Use Engine.load(x, device='cpu') or a=b."
+    finally:
+        _parameters.reset(before)
+    assert in_shell_words("device='cpu'") == "device='cpu'", "outside a command, as it is"

@@ -544,6 +544,15 @@ def test_colours_start_at_zero_where_nothing_differs(coins: tuple[Engine, Engine
     assert drawn and all(mesh.get_clim()[0] == 0 < mesh.get_clim()[1] for mesh in drawn)
 
 
+def test_a_model_without_a_tokenizer_takes_the_tokens_of_the_other(coins: tuple[Engine, Engine]) -> None:
+    """As a model in memory has none. The control: two without one cannot read a text."""
+    named, bare = coins[0], Engine.load(coins[0].model)
+    for pair in ((named, bare), (bare, named)):
+        assert compare(*pair, TEXTS[:1]).digest == compare(named, named, TEXTS[:1]).digest
+    with pytest.raises(BadRequest, match="has no tokenizer"):
+        compare(bare, bare, TEXTS[:1])
+
+
 def test_models_that_cannot_be_compared_are_refused(coins: tuple[Engine, Engine]) -> None:
     coin, text = coins[0], TEXTS[0]
     ids = coin.tokens_of(text)

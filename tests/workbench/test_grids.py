@@ -446,7 +446,11 @@ def test_patches_of_several_pairs_are_means_with_intervals() -> None:
     values = torch.stack([each.effect["S"][1, 0] for each in alone]).double().numpy()
     wanted = difference_over_groups(values, np.arange(3), bounded=False)
     assert (line["low"], line["high"], line["pairs"]) == pytest.approx((wanted.low, wanted.high, 3)) and values.std() > 0
-    assert line["token"] == " tails/ heads" and "mean of 3 pairs" in repr(result) and "3 pairs" in result.plot().get_suptitle()
+    assert (
+        line["token"] == " tails/ heads"
+        and "mean of 3 pairs" in repr(result)
+        and "logit difference, mean of 3 pairs" in result.plot().get_suptitle()
+    )
     mesh: Any = result.plot().axes[0].collections[0]
     assert np.array_equal(np.asarray(mesh.get_array()), result.effect["S"].numpy()) and "3 pairs" in result._repr_html_()
 

@@ -97,7 +97,7 @@ def in_shell_words(text: str) -> str:
 
     def written(found: re.Match[str]) -> str:
         option = known.get(found[1]) or known.get(SHELL_NAMES.get(found[1], ""))
-        if option is None or not option.opts[0].startswith("--"):
+        if option is None or not option.opts[0].startswith("--") or _IN_A_CALL.search(text[: found.start()]):
             return found[0]
         if found[2] in ("True", "False"):
             return option.opts[0] if found[2] == "True" else (*option.secondary_opts, f"no {option.opts[0]}")[0]
@@ -106,8 +106,10 @@ def in_shell_words(text: str) -> str:
     return _GIVEN.sub(written, text)
 
 
-_GIVEN = re.compile(r"""(?<![\w.(-])([a-z]\w*)=('[^']*'|"[^"]*"|[^\s'",;()]*[^\s'",;:.()])""")
+_GIVEN = re.compile(r"""(?<![\w.-])([a-z]\w*)=('[^']*'|"[^"]*"|[^\s'",;()]*[^\s'",;:.()])""")
 """an option of a call with its value, as errors write it"""
+_IN_A_CALL = re.compile(r"\w\([^()]*$")
+"""before what belongs to a call that is written out"""
 
 
 def say(line: str) -> None:

@@ -166,6 +166,7 @@ def _tell(found: Rollouts, folder: str, as_json: bool) -> None:
         facts = {
             "path": folder,
             "digest": found.digest,
+            "identifier": str(found.identifier),
             "rollouts": len(found),
             "positions": counts.positions,
             "outcomes": counts.outcomes,
@@ -178,7 +179,7 @@ def _tell(found: Rollouts, folder: str, as_json: bool) -> None:
     typer.echo("\t".join(["position", *counts.outcomes, "text"]))
     for at, shares, text in zip(counts.positions, counts.shares, counts.texts, strict=True):
         typer.echo("\t".join([str(at), *(f"{share:.3f}" for share in shares), repr(text.strip()[:60])]))
-    typer.echo(f"{folder}: {len(found)} rollouts, {len(found.index)} rows kept\ndigest {found.digest}")
+    typer.echo(f"{folder}: {len(found)} rollouts, {len(found.index)} rows kept\n{found.identifier}")
 
 
 def _write_dump(engine: Engine, found: Rollouts | list[Rollouts], path: str, progress: bool) -> None:

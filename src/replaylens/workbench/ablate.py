@@ -28,7 +28,7 @@ from replaylens.engine.serving.request import chosen
 from replaylens.engine.terminal import hidden
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.report import bars
-from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, paragraph, view
+from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, one_name, paragraph, view
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
 # The choice of attention heads, which means the same in every verb.
@@ -312,9 +312,7 @@ def ablate(
             found = base.read(edits, [-1], lambda logits, measure=measures[number]: measure(logits[:, 0]))  # type: ignore[misc]
         plain[number], ablated[:, number] = found[0], found[1:]
     names, where = tuple(unit.name for unit in units), tuple((unit.kind, unit.layer, unit.number) for unit in units)
-    called = {measure.name for measure in measures}
-    kinds = {name.partition(" '")[0] for name in called}  # "logit difference" of "logit difference ' Mary' - ' John'"
-    title = min(called) if len(called) == 1 else min(kinds) if len(kinds) == 1 else "metric"
+    title = one_name(measure.name for measure in measures)
     return AblateResult(title, how, names, where, plain, ablated, made_by=(engine.fingerprint,))
 
 

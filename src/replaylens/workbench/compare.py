@@ -125,7 +125,7 @@ class CompareResult(Citable):
 def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: str = "S") -> CompareResult:
     """Run two models with the same tokens over texts: losses, KL divergence, and how far their activations are apart.
 
-    texts  with two tokens or more each
+    texts  with two tokens or more each. A model in memory that has no tokenizer takes the tokens of the other one
     sites  letters among S, T and C, whose rows must have the same shapes in both; "": predictions only
 
     To carry activations from one model into the other, use `patch(engine_b, text, text, source=engine_a, ...)`.
@@ -139,14 +139,15 @@ def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: s
         as_instance(name, engine, Core, "an engine")
     require_one_vocabulary(engine_a, engine_b)
     letters = _letters(engine_a, engine_b, sites)
+    readers = [each for each in (engine_a, engine_b) if each.text.tokenizer is not None] or [engine_a]
     found = []
     for number, text in enumerate(as_list("texts", texts, "a list of texts")):
-        path = engine_a.tokens_of(text)
+        path = readers[0].tokens_of(text)
         if len(path) < 2:
             raise BadRequest(f"Text {number} has one token, and nothing follows that could be predicted. Give longer texts.")
-        if engine_b.tokens_of(text) != path:
+        if readers[-1].tokens_of(text) != path:
             raise BadRequest(f"The models' tokenizers split text {number} differently. Give models with the same tokenizer.")
-        found.append(_compared(engine_a, engine_b, path, letters))
+        found.append(_compared(engine_a, engine_b, readers[0], path, letters))
     if not found:
         raise BadRequest("No texts. Give at least one.")
     return CompareResult(tuple(found), made_by=(engine_a.fingerprint, engine_b.fingerprint))
@@ -171,7 +172,7 @@ def _letters(engine_a: Core, engine_b: Core, sites: str) -> tuple[str, ...]:
     return letters
 
 
-def _compared(engine_a: Core, engine_b: Core, path: list[int], letters: tuple[str, ...]) -> ComparedText:
+def _compared(engine_a: Core, engine_b: Core, reader: Core, path: list[int], letters: tuple[str, ...]) -> ComparedText:
     log_p, rows = [], []
     for engine in (engine_a, engine_b):
         branch = engine.prompt(path, sites=list(letters))
@@ -187,4 +188,4 @@ def _compared(engine_a: Core, engine_b: Core, path: list[int], letters: tuple[st
         loss[-1] = torch.nan
     kl = (log_p[0].exp() * (log_p[0] - log_p[1])).sum(-1)
     apart = {site: (rows[1][site] - rows[0][site]).norm(dim=-1) / rows[0][site].norm(dim=-1) for site in letters}
-    return ComparedText(words(engine_a, path), losses[0], losses[1], kl, apart)
+    return ComparedText(words(reader, path), losses[0], losses[1], kl, apart)

@@ -1,6 +1,6 @@
 """What results of the workbench share: heat maps for papers and notebooks, and `Metric`: what is measured."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,6 +151,15 @@ def paragraph(text: str) -> Markup:
 # `Metric`: one number per row of logits, from the metrics that gradients know, or from a function.
 
 RowsFunction = Callable[[Tensor], Tensor]
+
+
+def one_name(names: Iterable[str]) -> str:
+    """What metrics of several prompts are called together: by their name, by the kind that they share, or metric."""
+    called = set(names)
+    kinds = {name.partition(" '")[0] for name in called}  # "logit difference" of "logit difference ' Mary' - ' John'"
+    return min(called) if len(called) == 1 else min(kinds) if len(kinds) == 1 else "metric"
+
+
 MetricTokens = str | int | Sequence[str | int]
 RowMetric = MetricTokens | RowsFunction | Named | Branch
 

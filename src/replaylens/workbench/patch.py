@@ -23,7 +23,7 @@ from replaylens.engine.request.values import as_instance, as_int, as_list, short
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import At, chosen
 from replaylens.workbench.ablate import HeadChoice, chosen_heads, chosen_layers, pair_of, require_attention
-from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, paragraph, plain, view, words
+from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, one_name, paragraph, plain, view, words
 
 # ---- aligned ---------------------------------------------------------------------------------------------------------
 # `Aligned`: two prompts, and which positions of one correspond to which of the other.
@@ -255,7 +255,8 @@ class PatchResult(Citable):
         label = "effect of the patch (0: none, 1: all of it)" if values == "effect" else "metric under the patch"
         made = figure(self.grids(values), label, "layer", "head" if set(self.raw) == {"heads"} else "token")
         count = f", mean of {len(self.pairs)} pairs" if self.pairs else ""
-        made.suptitle(f"Patching ({self.direction}): {plain(self.metric)}{count}", fontsize=9)
+        called = one_name(pair.metric for pair in self.pairs or (self,))
+        made.suptitle(f"Patching ({self.direction}): {plain(called)}{count}", fontsize=9)
         return self._shown(made)
 
     def _repr_html_(self) -> str:

@@ -521,7 +521,9 @@ def test_from_a_chain_to_a_dump(tmp_path: Path) -> None:
         sites="S",
         keep=["fork", "sentences", -1],
     )
-    assert mine.digest in done.output and Rollouts.load(out).digest == mine.digest
+    assert str(mine.identifier) in done.output and Rollouts.load(out).digest == mine.digest
+    checked = CliRunner().invoke(app, ["verify", done.output.split("rows kept\n")[1].split()[0], "--in", str(out), "--quiet"])
+    assert checked.exit_code == 0, "what is printed is what `verify` takes"
     assert CliRunner().invoke(app, ["verify", dump, "--all", "--quiet"]).exit_code == 0
     again = call(*words, "--json")
     assert json.loads(again.output)["digest"] == mine.digest, "a finished folder is read"

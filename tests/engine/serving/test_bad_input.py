@@ -800,3 +800,23 @@ def test_all_positions_of_a_model_can_be_filled() -> None:
     for more in lambda: branch.generate(1), lambda: branch.force([1]):
         with pytest.raises(BadRequest, match="12 positions"):
             more()
+
+
+def test_an_empty_fork_can_be_forced(subject: Subject) -> None:
+    """A fork of no token becomes any path: with the bits of a prompt, also after a rollback to nothing."""
+    wanted = subject.engine.prompt([1, 2, 3], sites="S").generate(4)
+    (fork,) = subject.branch.fork(at=0)
+    for tokens in ([[1, 2, 3]], [[1], [2, 3]]):
+        for more in tokens:
+            fork.force(more)
+        fork.generate(4)
+        assert fork.tokens == wanted.tokens and fork.certified and torch.equal(fork.kv(), wanted.kv())
+        (site,) = {*fork.activations} & {"blocks.1.hook_in"}
+        assert torch.equal(fork.activations[site], wanted.activations[site])
+        fork.rollback(to=0)
+    assert fork.length == 0
+    with pytest.raises(BadRequest, match="Force at least one"):
+        fork.generate(1)
+    for each in (fork, wanted):
+        each.release()
+    subject.assert_unharmed()

@@ -597,6 +597,8 @@ def test_a_sweep_in_words() -> None:
     ]
     words = summarise(pd.DataFrame([sweep_line("own", 2, 0.85, 0.01, margin=-0.2, margin_over="bag_of_tokens")]))
     assert words[2] == "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
+    given = summarise(pd.DataFrame(lines), {"permutations": 199, "groups": "topic"})
+    assert not any("sweep(groups=)" in line for line in given), "nobody is told to give what was given"
     alone = summarise(pd.DataFrame(lines[:2]))
     assert (
         "1 of 2 cells" in alone[0] and "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0]
@@ -845,7 +847,7 @@ def test_list() -> None:
         (("probe", "DUMP", "--layers", "one"), "--layers one"),
         (("probe", "DUMP", "--estimators", "magic"), "UnknownEstimator"),
         (("probe", "DUMP", "--sites", "S", "--layers", "-1"), "layers 0, 1, 2, 3, 4"),
-        (("probe", "DUMP", "--sites", "S", "--jobs", "0"), "jobs=0"),
+        (("probe", "DUMP", "--sites", "S", "--jobs", "0"), "--jobs 0 runs nothing"),
         (("report", "DUMP", "probes/none"), "probes/none does not exist"),
         (("steer", "DUMP"), "Give one of 0, 1, 2, 3, 4"),
         (("steer", "DUMP", "--layer", "-1"), "layers 0, 1, 2, 3, 4"),
