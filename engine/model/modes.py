@@ -87,7 +87,7 @@ def _left() -> Iterator[None]:
         arithmetic(),
         temporarily_clear_interpreter_stack(),
         _disable_current_modes(),
-        _C.DisableTorchFunction(),
+        _without_function_modes(),
         torch.inference_mode(False),
         np.errstate(**_quiet()),
     ):
@@ -100,6 +100,17 @@ def _left() -> Iterator[None]:
             _PROCESS.leave()
             for device in autocast:
                 torch.set_autocast_enabled(device, True)
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """Not torch's DisableTorchFunction, which also has weights forget that they are read-only."""
+    modes = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _C._push_on_torch_function_stack(mode)
 
 
 def _errors_are_raised() -> bool:
