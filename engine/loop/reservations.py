@@ -63,7 +63,6 @@ class Reservations:
         """
         lane, end = turn.job.lane, turn.end + max(turn.num_drafts, turn.burst - 1)
         turn.tables = [lane.table]
-        self.note(lane)
         try:
             for i in range(width):
                 if i:
@@ -75,6 +74,8 @@ class Reservations:
             lane.computed = min(lane.computed, turn.start)  # a page copied for the turn has no KV from there on
             self.pool.truncate(lane.table, min(lane.table.length, lane.computed))
             return False
+        finally:
+            self.note(lane)  # after a look in between, at the lane without its first page, nobody would ask it for them
         return True
 
     def _reserve(self, table: PageTable, start: int, end: int, job: Job, certain: bool) -> None:

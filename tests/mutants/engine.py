@@ -525,6 +525,14 @@ ENGINE = (
         ("tests/engine/loop/test_scheduling.py::test_the_youngest_request_loses_its_pages_first",),
     ),
     Mutant(
+        "first-pages-not-listed",
+        "replaylens.engine.loop.reservations",
+        "self.note(lane)  # after a look in between",
+        "pass  # after a look in between",
+        "the oldest request finds the pages of all others",
+        ("tests/engine/loop/test_scheduling.py::test_the_oldest_request_finds_the_pages_of_all_others",),
+    ),
+    Mutant(
         "shared-pages-given-up-alone",
         "replaylens.engine.loop.reservations",
         "givers = [lane] if self.pool.alone(lane.table) else self._parked(lane)",

@@ -244,6 +244,32 @@ def test_pages_are_taken_from_the_idle_and_then_from_the_youngest() -> None:
     assert idle.generate(2).generated == continuation(toy(), path(12), 2), "and comes back when it is wanted"
 
 
+@pytest.mark.parametrize("seed", [6, 22, 36, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(300, 500))])
+def test_the_oldest_request_finds_the_pages_of_all_others(seed: int) -> None:
+    """Requests that fit alone fit together, in any order and after any past. A job that had taken its first page while the
+    reservation looked for one was asked for nothing after that, and the oldest was told that it can never fit."""
+    draw = random.Random(seed)
+    pages = draw.randint(5, 10)
+    subject, most = engine(cache_tokens=4 * pages, page_size=4, max_rows=draw.choice([16, 32, 64])), 4 * pages - 2
+    for _ in range(4):
+        made, streams = list[Branch](), list[Any]()
+        for _ in range(draw.randint(2, 5)):
+            length = draw.randint(1, most - 3)
+            tokens = [draw.randrange(60) for _ in range(length)]
+            made.append(subject.prompt(tokens, sites=draw.choice([None, "S"])))
+            how = {"drafter": draw.choice(["self", "ngram"]), "deterministic": draw.random() < 0.7}
+            streams.append((iter(made[-1].stream(new := draw.randint(1, most - length), **how)), tokens, new, how))
+        left = [stream for stream, *_ in streams]
+        while left:
+            stream = draw.choice(left)
+            if next(stream, None) is None:
+                left.remove(stream)
+        for branch, (_, tokens, new, how) in zip(made, streams, strict=True):
+            assert not how["deterministic"] or branch.generated == continuation(toy(), tokens, new)
+            if draw.random() < 0.6:
+                branch.release()
+
+
 def looks(monkeypatch: pytest.MonkeyPatch, subject: Engine, forks: list[Branch], walk: bool = False) -> tuple[int, int]:
     """(how often lanes and jobs are read, rows computed) while each fork generates two tokens.
 
