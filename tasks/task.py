@@ -314,7 +314,7 @@ class Task(ABC, Generic[K]):
         if isinstance(which, bool):
             raise BadIndex(which)
         try:
-            count = as_index(which)
+            count = as_index(which)  # type: ignore[arg-type]  # it says if it cannot
         except TypeError:  # several, or nothing of the kind
             if not isinstance(which, Iterable):
                 raise BadIndex(which) from None

@@ -387,8 +387,9 @@ def explained(
     for key, value in given.items():
         parameter = signature.parameters[key]
         hint = _resolved(parameter.annotation, function)
-        several = {parameter.VAR_POSITIONAL: value, parameter.VAR_KEYWORD: ()}.get(parameter.kind, (value,))
-        for each in several:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        for each in value if parameter.kind is parameter.VAR_POSITIONAL else (value,):
             if each is not parameter.default and not fits(each, hint):
                 return BadRequest(f"Invalid {key}={short_repr(each)} in {name}(). Give {' or '.join(in_words(hint))}.")
     return None
@@ -448,7 +449,7 @@ _SIMPLE: dict[Any, Callable[[Any], bool]] = {
 }
 """annotation -> whether a value is taken for it"""
 
-_WORDS = {
+_WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "True or False",

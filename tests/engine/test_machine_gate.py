@@ -77,6 +77,8 @@ def test_paths_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for bad in ("/proc/x", "/proc/x/y", tmp_path / "file" / "x", tmp_path / ("x" * 300), "/proc/version", "a\0b"):
         with pytest.raises(BadRequest, match="Cannot write to"):
             output_path(bad)
+    with pytest.raises(BadRequest, match="/proc is not writable"):
+        output_path("/proc/x")
     for odd in (b"x", 5, None):
         with pytest.raises(BadRequest, match="Invalid path="):
             output_path(odd)  # type: ignore[arg-type]
