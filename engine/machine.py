@@ -11,6 +11,7 @@ from replaylens.engine.errors import BadRequest, EngineError
 # ---- facts ------------------------------------------------------------------------------------------------------------
 
 GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+MEMORY = Path("/proc/meminfo")
 
 
 def cores() -> int:
@@ -26,6 +27,26 @@ def total_memory() -> int:
     return min([here, *(int(most) for most, *_ in _limits("memory.max", "memory/memory.limit_in_bytes"))])
 
 
+def free_memory() -> int:
+    """The bytes of memory that this process may take without taking those of others: what nobody uses, or holds copies of files
+    only, on the machine and within each control group."""
+    free = [total_memory()]
+    with suppress(OSError, KeyError):  # not Linux
+        free.append(int(_table(MEMORY)["MemAvailable:"]) * 1024)
+    names = [(group, "memory.max", "memory.current", "inactive_file") for group in _groups()]
+    old = (GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for folder, most, used, copies in (*names, old):
+        with suppress(OSError, ValueError, KeyError):  # "max" is no limit
+            limit, taken = (int((folder / name).read_text()) for name in (most, used))
+            free.append(limit - taken + int(_table(folder / "memory.stat")[copies]))
+    return max(0, min(free))
+
+
+def _table(file: Path) -> dict[str, str]:
+    """The first two words of each line."""
+    return {words[0]: words[1] for line in file.read_text().splitlines() if len(words := line.split()) > 1}
+
+
 def free_disk(path: str | Path) -> int:
     """The bytes that this user can write in the file system of a path, which need not exist."""
     place = Path(path).absolute()
@@ -35,22 +56,23 @@ def free_disk(path: str | Path) -> int:
 
 def _limits(unified: str, *apart: str) -> list[list[str]]:
     """The numbers of a limit of the control groups of this process: in one file of each group, or, in version 1, in `apart`."""
-    try:
-        lines = OWN_GROUP.read_text().splitlines()
-    except OSError:
-        return []
-    found, own = [], next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
-    for folder in (GROUPS / own, *(GROUPS / own).parents):
-        if folder == GROUPS.parent:
-            break
-        found.append([folder / unified])
     limits = []
-    for files in (*found, [GROUPS / each for each in apart]):
+    for files in (*([group / unified] for group in _groups()), [GROUPS / each for each in apart] if OWN_GROUP.exists() else []):
         with suppress(OSError):
             words = [word for file in files for word in file.read_text().split()]
             if words and all(word.isdigit() for word in words):  # "max" and -1 are none
                 limits.append(words)
     return limits
+
+
+def _groups() -> list[Path]:
+    """The control group of this process, and those that it is in."""
+    try:
+        lines = OWN_GROUP.read_text().splitlines()
+    except OSError:
+        return []
+    own = GROUPS / next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    return [folder for folder in (own, *own.parents) if folder.is_relative_to(GROUPS)]
 
 
 # ---- gate -------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def group(make: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
 
 
 def coin(**options: Any) -> Any:
-    return Engine.load("coin-plain", **options)
+    return Engine.load("coin-plain", **{"cache_tokens": 8192, **options})  # by default the machine's memory chooses
 
 
 def tiny(name: str = "", **changes: Any) -> Any:

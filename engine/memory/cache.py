@@ -5,7 +5,7 @@ import math
 import mmap
 import sys
 from bisect import bisect
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, KVCorruption
-from replaylens.engine.machine import total_memory
+from replaylens.engine.machine import free_memory, total_memory
 from replaylens.engine.memory.pages import PageCopy, PagePool, PageTable
 from replaylens.engine.memory.rooms import Rooms
 from replaylens.engine.model.config import ModelConfig
@@ -365,6 +365,40 @@ def cache_bytes(config: ModelConfig, num_tokens: int, page_size: int, dtype: tor
     return found
 
 
+MOST_TOKENS, USUAL_TOKENS = 1 << 20, 1 << 13
+"""of a cache whose size is chosen: at most, and even if it then may take more than its part of the free memory"""
+_PART = {"cpu": 16, "cuda": 8}
+"""one part in so many of the free memory: several engines have room, and what they capture. On a CPU a cache takes memory only
+where something was written"""
+
+
+def chosen_tokens(needs: Callable[[int], int], page_size: int, places: Mapping[torch.device, float]) -> int:
+    """Positions for a cache on this machine now: a power of two. No bit depends on it.
+
+    needs   positions -> bytes
+    places  where it will be, and the part of the layers that is there
+    """
+    room = min(_free(place) / (_PART[place.type] * part) for place, part in places.items() if part)
+    tokens = MOST_TOKENS
+    while tokens > USUAL_TOKENS and needs(tokens) > room:
+        tokens //= 2
+    while tokens > page_size and needs(tokens) > _held(places):
+        tokens //= 2
+    return max(tokens, page_size)
+
+
+def _free(place: torch.device) -> int:
+    if place.type == "cpu":
+        return free_memory()
+    unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)  # torch keeps what it freed
+    return torch.cuda.mem_get_info(place)[0] + unused
+
+
+def _held(places: Collection[torch.device]) -> int:
+    host = total_memory()
+    return sum(host if x.type == "cpu" else torch.cuda.get_device_properties(x).total_memory for x in places)
+
+
 def require_memory(
     config: ModelConfig,
     num_tokens: int,
@@ -374,8 +408,7 @@ def require_memory(
     state_tokens: int | None = None,
 ) -> None:
     """Raise BadRequest if the KV of `num_tokens` tokens exceeds the total memory of the machine or its devices."""
-    host = total_memory()
-    there = sum(host if x.type == "cpu" else torch.cuda.get_device_properties(x).total_memory for x in devices)
+    there = _held(devices)
     needs = lambda tokens: cache_bytes(config, tokens, page_size, dtype, state_tokens)  # noqa: E731
     if needs(num_tokens) <= there:
         return

@@ -111,6 +111,9 @@ class CountedPool(Protocol):
     _refcounts: list[int]
     _free: list[int]
 
+    @property
+    def num_free(self) -> int: ...
+
 
 @dataclass(frozen=True)
 class PoolNumbers:
@@ -148,15 +151,14 @@ def check_pages(pool: CountedPool, tables: Sequence[PageTable], retained: Sequen
     if pool._refcounts[NULL_PAGE] or references[NULL_PAGE]:
         owned = max(pool._refcounts[NULL_PAGE], references[NULL_PAGE])
         raise IntegrityError(f"The null page {NULL_PAGE} has {owned} references. It must have none.")
-    for page in range(1, pool.num_pages + 1):
-        if pool._refcounts[page] != references[page]:
-            raise IntegrityError(
-                f"Page {page}: reference count {pool._refcounts[page]}, but {references[page]} references found."
-            )
+    for page in range(1, max([len(pool._refcounts) - 1, *references]) + 1):
+        counted = pool._refcounts[page] if page < len(pool._refcounts) else 0
+        if counted != references[page]:
+            raise IntegrityError(f"Page {page}: reference count {counted}, but {references[page]} references found.")
     return PoolNumbers(
         num_pages=pool.num_pages,
         page_size=pool.page_size,
-        num_free=len(pool._free),
+        num_free=pool.num_free,
         num_shared=sum(count > 1 for count in users.values()),
         num_tables=len(tables),
         num_positions=sum(table.length for table in tables),
@@ -207,9 +209,9 @@ def _check_free_list(pool: CountedPool) -> None:
             raise IntegrityError(f"Free list: page {page} is outside 1..{pool.num_pages}.")
         if count > 1:
             raise IntegrityError(f"Free list: page {page} occurs {count} times.")
-        if pool._refcounts[page]:
+        if page < len(pool._refcounts) and pool._refcounts[page]:
             raise IntegrityError(f"Free list: page {page} has reference count {pool._refcounts[page]}.")
-    lost = set(range(1, pool.num_pages + 1)) - set(pool._free)
+    lost = set(range(1, len(pool._refcounts))) - set(pool._free)
     for page in sorted(lost):
         if pool._refcounts[page] == 0:
             raise IntegrityError(f"Free list: page {page} has reference count 0 but is not listed (leaked).")
@@ -251,6 +253,10 @@ def page_matrix(tables: Sequence[PageTable], shape: tuple[int, int] | None = Non
     return pages
 
 
+_AT_FIRST = 1024
+"""pages that a pool lists when it is made"""
+
+
 class PagePool:
     """Pages 1..num_pages and their reference counts. The free page with the lowest id is allocated first."""
 
@@ -260,8 +266,9 @@ class PagePool:
         self.num_pages = num_pages
         """usable pages; with the null page, the KV cache needs num_pages + 1"""
         self.page_size = page_size
-        self._refcounts = [0] * (num_pages + 1)
-        self._free = list(range(1, num_pages + 1))  # a heap: allocation order does not depend on the past
+        self._refcounts = [0]
+        self._free: list[int] = []  # a heap: allocation order does not depend on the past
+        self._list_more()
         self.indexed: set[int] = set()
         """the pages that `keep` holds"""
         self.left: set[int] = set()
@@ -273,13 +280,20 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self.num_pages + 1 - len(self._refcounts)
+
+    def _list_more(self) -> None:
+        """Mutates: lists further free pages, all after those that are listed. A large pool takes no time before it is used."""
+        listed = len(self._refcounts)
+        more = min(max(_AT_FIRST, listed), self.num_pages + 1 - listed)
+        self._free += range(listed, listed + more)
+        self._refcounts += [0] * more
 
     def refcount(self, page: int) -> int:
         """How many references `page` has: of tables, runs and `retain`. 0 for a free page and for the null page."""
         if not 0 <= page <= self.num_pages:
             raise BadPage(f"Page {page} does not exist. Pages are {NULL_PAGE} to {self.num_pages}.")
-        return self._refcounts[page]
+        return self._refcounts[page] if page < len(self._refcounts) else 0
 
     def sharers(self, table: PageTable, index: int) -> int:
         """How many references the page at `index` has, those of the tables that hold its run counted one by one. Where forks
@@ -549,6 +563,8 @@ class PagePool:
         return -(-length // self.page_size)
 
     def _take(self) -> int:
+        if not self._free:
+            self._list_more()
         page = heappop(self._free)
         self._refcounts[page] = 1
         return page

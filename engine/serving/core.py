@@ -24,7 +24,7 @@ from replaylens.engine.loop.drafters import (
 )
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.cache import PlacedCache, require_memory, require_page_size
+from replaylens.engine.memory.cache import PlacedCache, cache_bytes, chosen_tokens, require_memory, require_page_size
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchStatus, BranchTree
@@ -143,7 +143,7 @@ def _copied(recordings: Sequence[Recording]) -> list[Rows]:
 class EngineKeywords(TypedDict, total=False):
     """How an engine computes. `Core` documents it."""
 
-    cache_tokens: int
+    cache_tokens: int | None
     page_size: int | None
     state_tokens: int | None
     max_rows: int | None
@@ -182,7 +182,9 @@ class PromptKeywords(CaptureKeywords, total=False):
 class Core(Generation, NotCopyable):
     """A model, its KV cache and its tree of branches.
 
-    cache_tokens   positions in the KV cache; when it is full, requests wait or are preempted and computed again
+    cache_tokens   positions in the KV cache, also as an attribute; when it is full, requests wait or are preempted and computed
+                   again. Changes no bit. Default: a power of two from 8,192 to 1,048,576, the largest that may come to take
+                   a sixteenth of the free memory (an eighth of a GPU's)
     page_size      positions per page; changes no bit. Default: 16; of a hybrid 64, and otherwise a divisor of it
     state_tokens   positions of a hybrid whose recurrent entries are kept. Those of others, and states beyond the memory
                    of KV, are computed again if a rollback or a fork needs them; changes no bit. A request that runs
@@ -207,7 +209,7 @@ class Core(Generation, NotCopyable):
         model: Decoder,
         tokenizer: Any = None,
         *,
-        cache_tokens: int = 8192,
+        cache_tokens: int | None = None,
         page_size: int | None = None,
         state_tokens: int | None = None,
         max_rows: int | None = None,
@@ -223,32 +225,21 @@ class Core(Generation, NotCopyable):
         self.config, on_cuda = model.config, model.device.type == "cuda"
         usual = _PAGE if model.config.mixer is None else CHUNK
         page_size = usual if page_size is None else as_int("page_size", page_size, 1)
-        cache_tokens = as_int("cache_tokens", cache_tokens, page_size)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
-        least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
-        usual = max(least, max_rows + min(cache_tokens // 4, 2 * _OPEN * CHUNK))
-        if state_tokens is not None and self.config.mixer is None:
-            raise BadRequest(
-                f"This {self.config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out."
-            )
-        if state_tokens is not None and model.stages:
-            raise BadRequest("Over several devices, a hybrid keeps the states of all positions. Leave state_tokens out.")
-        state_tokens = usual if state_tokens is None else as_int("state_tokens", state_tokens, least)
-        lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
-        places = {stage.device for stage in model.stages} or {model.device}
-        require_memory(self.config, cache_tokens, page_size, model.dtype, places, None if model.stages else state_tokens)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
             self._require_device(as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources"))
+        self.cache_tokens, state_tokens = self._sizes(cache_tokens, page_size, state_tokens, max_rows, draft_model)
+        lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
         self.certificate = certificates.certificate_for(model)
         self.sites = self._site_table()
         self.tree = BranchTree()
         self.lenses = KnownLenses(model)
         spare = int(on_cuda)  # an extra page for the padding rows of CUDA graphs
-        self.runner = Runner(model, cache_tokens // page_size + spare, page_size, canary, capture_buffer, state_tokens)
+        self.runner = Runner(model, self.cache_tokens // page_size + spare, page_size, canary, capture_buffer, state_tokens)
         self.prefix = PrefixIndex(self.runner.pool)
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
@@ -259,6 +250,38 @@ class Core(Generation, NotCopyable):
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
+
+    def _sizes(
+        self, tokens: int | None, page_size: int, state_tokens: int | None, max_rows: int, draft_model: Decoder | None
+    ) -> tuple[int, int]:
+        """Positions of the cache, and those whose recurrent entries are kept, as they are given or else chosen."""
+        least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
+        if state_tokens is not None and self.config.mixer is None:
+            raise BadRequest(
+                f"This {self.config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out."
+            )
+        if state_tokens is not None and self.model.stages:
+            raise BadRequest("Over several devices, a hybrid keeps the states of all positions. Leave state_tokens out.")
+        given = state_tokens if state_tokens is None else as_int("state_tokens", state_tokens, least)
+
+        def states(tokens: int) -> int:
+            return given or max(least, max_rows + min(tokens // 4, 2 * _OPEN * CHUNK))
+
+        def needs(tokens: int) -> int:
+            own = cache_bytes(self.config, tokens, page_size, self.model.dtype, None if stages else states(tokens))
+            small = draft_model and cache_bytes(draft_model.config, tokens, page_size, draft_model.dtype, None)
+            return own + (small or 0)
+
+        stages = self.model.stages
+        if tokens is None:
+            places = {self.model.device: 1.0} if not stages else dict.fromkeys((stage.device for stage in stages), 0.0)
+            for stage in stages:
+                places[stage.device] += (stage.end - stage.first) / self.config.num_layers
+            tokens = chosen_tokens(needs, page_size, places)
+        tokens = as_int("cache_tokens", tokens, page_size)
+        devices = {stage.device for stage in stages} or {self.model.device}
+        require_memory(self.config, tokens, page_size, self.model.dtype, devices, None if stages else states(tokens))
+        return tokens, states(tokens)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

@@ -54,6 +54,24 @@ def test_control_groups_bound_cores_and_memory(groups: Callable[..., None]) -> N
     assert machine.cores() == 32
 
 
+def test_free_memory_is_what_control_groups_and_the_machine_leave(
+    groups: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of files do not count as used: the kernel gives them up."""
+    (tmp_path / "meminfo").write_text("MemTotal:  99 kB\nMemAvailable:  3000 kB\n")
+    monkeypatch.setattr(machine, "MEMORY", tmp_path / "meminfo")
+    groups("0::/pod/box\n", pod__box__memory_dot_max="max\n", pod__box__memory_dot_current="900\n")
+    assert machine.free_memory() == 3000 * 1024
+    groups("0::/pod/box\n", pod__memory_dot_max="1000000\n", pod__memory_dot_current="900000\n")
+    groups("0::/pod/box\n", pod__memory_dot_stat="anon 700000\ninactive_file 50000\n")
+    assert machine.free_memory() == 150_000
+    groups("0::/pod/box\n", pod__memory_dot_current="1100000\n")
+    assert machine.free_memory() == 0, "more than the limit for a moment"
+    old = {"memory__memory_dot_limit_in_bytes": "2000000\n", "memory__memory_dot_usage_in_bytes": "1990000\n"}
+    groups("4:memory:/box\n", **old, memory__memory_dot_stat="inactive_file 1\ntotal_inactive_file 7\n")
+    assert machine.free_memory() == 10_007
+
+
 def test_limits_are_just_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The largest number is allowed, the next one is not; the sentence names the option, what there is and what to give."""
     monkeypatch.setattr(machine, "cores", lambda: 3)

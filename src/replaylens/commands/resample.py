@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from replaylens.engine.resampling.plan import Answer
     from replaylens.engine.resampling.rollouts import Rollouts
 
-CACHE = 8192
-"""tokens of the KV cache by default"""
-
 
 def resample(
     out: Annotated[str, typer.Option("--out", help="Folder for the rollouts; with --file, it gets one for each chain.")],
@@ -57,7 +54,9 @@ def resample(
     wave: Annotated[
         int | None, typer.Option(min=1, help="Rollouts drawn together; changes no bit.  [default: by the KV cache]")
     ] = None,
-    cache_tokens: Annotated[int, typer.Option(min=16, help="Tokens that the KV cache holds.")] = CACHE,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens that the KV cache holds.  [default: by the free memory]")
+    ] = None,
     dump: Annotated[
         str | None, typer.Option(help="Also write the kept rows as a dump into this folder, one for all chains.")
     ] = None,

@@ -2,6 +2,7 @@
 
 import gc
 import io
+import os
 import random
 import re
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -518,3 +520,52 @@ def test_a_progress_bar_ends_at_its_end(served: Engine) -> None:
     with redirect_stderr(long):
         served.generate([served.prompt(PROMPT)], 6, sampling=Sampling(ignore_eos=True), progress=True)
     assert re.findall(r"(\d+)%\|[^|]*\| (\d+)/(\d+)", long.getvalue())[-1] == ("100", "6", "6")
+
+
+# ---- the size of the cache -----------------------------------------------------------------------------------------------
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int, **options: Any) -> Engine:
+    """An engine made while so many bytes are free. A position of the small model takes 128."""
+    monkeypatch.setattr("replaylens.engine.memory.cache.free_memory", lambda: free)
+    return Engine(small(), page_size=4, **options)
+
+
+def test_the_cache_is_sized_by_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixteenth of it holds a power of two from 8,192 positions to 1,048,576, of a draft model too. What is given stays."""
+    part = 16 * 128
+    assert with_free(monkeypatch, 1 << 16 << 11).cache_tokens == 1 << 16
+    assert with_free(monkeypatch, (1 << 16 << 11) - 1).cache_tokens == 1 << 15
+    assert with_free(monkeypatch, 0).cache_tokens == with_free(monkeypatch, (1 << 14) * part - 1).cache_tokens == 8192
+    assert with_free(monkeypatch, 1 << 60).cache_tokens == 1 << 20
+    assert with_free(monkeypatch, 1 << 16 << 11, draft_model=small()).cache_tokens == 1 << 15
+    for given in (36, 1 << 17):
+        subject = with_free(monkeypatch, 1 << 16 << 11, cache_tokens=given)
+        assert subject.cache_tokens == given and f"of {given // 4} KV pages" in repr(subject)
+    monkeypatch.setattr("replaylens.engine.memory.cache.total_memory", lambda: 4000 * 128)
+    assert with_free(monkeypatch, 0).cache_tokens == 2048, "as much as there is at all"
+
+
+def test_a_large_cache_takes_memory_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several engines may each be allowed more than the machine has: making one touches nothing."""
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # noqa: E731
+    with_free(monkeypatch, 0)
+    before = resident()
+    subject = with_free(monkeypatch, 1 << 60)
+    assert subject.runner.cache.num_bytes >= 1 << 27 and resident() - before < 1 << 23
+    subject.prompt([1, 2, 3]).generate(3)
+    assert subject.check_integrity() and resident() - before < 1 << 24
+    subject.runner.cache.data.view(-1)[::512] = 1.0
+    assert resident() - before > 1 << 26, "the control: what is written is seen"
+
+
+def test_nothing_that_is_kept_depends_on_the_size_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples, found = tasks.get("coin")(flips=2).examples(6), set()
+    for free in (0, 1 << 60):
+        monkeypatch.setattr("replaylens.engine.memory.cache.free_memory", lambda free=free: free)
+        subject = Engine.load("coin-plain")
+        root = subject.prompt("A coin's state is heads. Alice flips")
+        drawn = root.resample(8, max_new=4, sites="S")
+        found.add((subject.fingerprint.digest, subject.replay(examples, sites="STC").digest, drawn.digest, repr(drawn.plan)))
+        assert subject.cache_tokens in (8192, 1 << 20)
+    assert len(found) == 1
