@@ -55,7 +55,7 @@ def resample(
         int | None, typer.Option(min=1, help="Rollouts drawn together; changes no bit.  [default: by the KV cache]")
     ] = None,
     cache_tokens: Annotated[
-        int | None, typer.Option(min=16, help="Tokens that the KV cache holds.  [default: by the free memory]")
+        int | None, typer.Option(min=16, help="Tokens that the KV cache holds; by default, by the free memory.")
     ] = None,
     dump: Annotated[
         str | None, typer.Option(help="Also write the kept rows as a dump into this folder, one for all chains.")
