@@ -254,11 +254,13 @@ class Pool:
         try:
             left = self._places()
         except Exception as error:  # the cluster itself is gone; Ray has several errors for it
-            raise ClusterFailed(f"The Ray cluster is gone, while {what} was waited for: {_headline(error)} {KEPT}") from error
+            raise ClusterFailed(
+                f"The Ray cluster is gone, seen while waiting for {what.rstrip(',')}: {_headline(error)}. {KEPT}"
+            ) from error
         if left < self._each:
             raise ClusterFailed(
-                f"The machines of the Ray cluster have died, while {what} was waited for: {left} {self._kind}s are left, and a "
-                f"worker takes {self._each}. Start them again, and repeat the command. {KEPT}"
+                f"The machines of the Ray cluster have died, seen while waiting for {what.rstrip(',')}: {left} "
+                f"{self._kind}s are left, and a worker takes {self._each}. Start them again, and repeat the command. {KEPT}"
             )
 
     def _patience(self, calls: list[Any]) -> float:
