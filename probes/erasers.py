@@ -60,7 +60,7 @@ class Chain(TensorInput, Pipeline):
     """A pipeline that takes tensors."""
 
 
-class Discriminant(TensorInput, LinearDiscriminantAnalysis, auto_wrap_output_keys=None):
+class Discriminant(TensorInput, LinearDiscriminantAnalysis, auto_wrap_output_keys=None):  # type: ignore[call-arg]
     """Linear discriminant analysis that takes tensors. It transforms with a solver that can."""
 
     @available_if(lambda probe: probe.solver != "lsqr")
