@@ -29,6 +29,7 @@ from torch import Tensor
 import replaylens
 from replaylens import boundary
 from replaylens.engine.engine import Engine
+from replaylens.engine.errors import BadWeights
 from replaylens.engine.loop.admission import Planner
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.doctor import numbers
@@ -315,7 +316,7 @@ def _rest() -> dict[str, Any]:
         "branch": {name: getattr(chain, name) for name in ("generated", "root_length", "text")},
         "recorded": [asked(chain.activations, "handed_over", "take_over"), "blocks.1.hook_in" in chain.activations],
         "varied": varied,
-        "patched": [patched.mean, [asked(each) for each in patched.grids()]],
+        "patched": [type(patched).mean([patched, patched]), [asked(each) for each in patched.grids()]],
         "grids": [rl.lens(engine, clean, token=" tails").grid(), rl.attention(engine, clean, layers=[1]).grid(1, 0)],
         "unembedding": [engine.W_U, engine.W_E],
         "task": [asked(coin, "examples"), asked(coin.example(2)), asked(coin.example(2).reading)],
@@ -447,7 +448,6 @@ def derived() -> dict[str, Any]:
     gradients = branch.gradients((3, 4), sites="S")
     return {
         "initial": [*Decoder(at["models"][0].config).initialize(3).requires_grad_(False).parameters()],
-        "read-only": [engine.W_U, engine.W_E],
         "under": engine.logits_under(clean, edits),
         "alone": [engine.logits(clean, edits=each) for each in edits],
         "kv": branch.kv(),
@@ -477,6 +477,15 @@ def test_what_is_derived_from_passes_does_not_depend_on_a_mode(mode: str) -> Non
     with MODES[mode]():
         found = derived()
     assert different({key: Bits(value).digest() for key, value in found.items()}, usually) == []
+
+
+@pytest.mark.parametrize("mode", ["inference mode", "the meta device", "rounding up"])
+def test_weights_are_read_only_in_every_mode(mode: str) -> None:
+    engine = golden_calls.coin()
+    with MODES[mode]():
+        weights = engine.W_E
+    with pytest.raises(BadWeights):
+        weights[0] = 0.0
 
 
 BREAK = ("rounding up", "rounding down", "rounding to zero", "inference mode", "the meta device", "another default device")

@@ -173,4 +173,12 @@ MODES = (
         "a cut edge does not depend on torch's default dtype",
         ("tests/test_boundary.py::test_what_is_derived_from_passes_does_not_depend_on_a_mode[float64 by default]",),
     ),
+    Mutant(
+        "weights-writable-in-a-mode",
+        "replaylens.engine.model.modes",
+        "        _without_function_modes(),\n",
+        "        _C.DisableTorchFunction(),\n",
+        "weights are read-only, whatever mode the caller is in",
+        ("tests/test_boundary.py::test_weights_are_read_only_in_every_mode",),
+    ),
 )
