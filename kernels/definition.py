@@ -19,7 +19,7 @@ Whoever computes these steps has these bits, on any machine. The rules:
 """
 
 import math
-from decimal import Decimal, localcontext
+from decimal import ROUND_HALF_EVEN, Context, Decimal, DivisionByZero, InvalidOperation, Overflow
 from fractions import Fraction
 from typing import Any
 
@@ -150,16 +150,18 @@ def _fma64(a: float, b: float, c: float) -> float:
     return float(Fraction(a) * Fraction(b) + Fraction(c))
 
 
+_FORTY = Context(40, ROUND_HALF_EVEN, -999999, 999999, 1, 0, [], [DivisionByZero, InvalidOperation, Overflow])
+"""forty digits, rounded to nearest: not the caller's context, which may round otherwise or raise"""
+
+
 def power(base: float, exponent: float) -> float:
     """base ** exponent, the same on every machine: the C library's differs between systems in the last bit."""
-    with localcontext(prec=40):
-        return float(Decimal(base) ** Decimal(exponent))
+    return float(_FORTY.power(Decimal(base), Decimal(exponent)))
 
 
 def logarithm(x: float) -> float:
     """The natural logarithm, the same on every machine."""
-    with localcontext(prec=40):
-        return float(Decimal(x).ln())
+    return float(_FORTY.ln(Decimal(x)))
 
 
 _QUARTER = (1.5707963267341256, 6.077100506303966e-11, 2.0222662487959506e-21)

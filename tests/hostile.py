@@ -5,6 +5,7 @@ ones: so any test, with its inputs and comparisons, becomes a test of the bounda
 """
 
 import ctypes
+import decimal
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -91,12 +92,24 @@ MODES: Mapping[str, Mode] = {
     "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
     "fake tensors": FakeTensorMode,
     "numpy raises": lambda: np.errstate(all="raise"),
+    "three decimal digits": lambda: decimal.localcontext(
+        decimal.Context(prec=3, rounding=decimal.ROUND_UP, traps=[decimal.Inexact, decimal.Rounded, decimal.InvalidOperation])
+    ),
     "two threads": partial(setting, torch.set_num_threads, 2, torch.get_num_threads),
 }
 """every mode by itself"""
 _ALWAYS = ("flushed denormals", "inference mode", "autocast", "medium precision", "deterministic algorithms", "fake tensors")
 COMBINED = {
-    "up": ("rounding up", "float64 by default", *_ALWAYS, "the meta device", "numpy raises", "two threads", "without oneDNN"),
+    "up": (
+        "rounding up",
+        "float64 by default",
+        *_ALWAYS,
+        "the meta device",
+        "numpy raises",
+        "two threads",
+        "without oneDNN",
+        "three decimal digits",
+    ),
     "down": ("another default device", "rounding down", "float16 by default", *_ALWAYS, "numpy raises", "no gradients"),
     "to zero": ("rounding to zero", "bfloat16 by default", *_ALWAYS, "the meta device", "two threads", "anomaly detection"),
 }

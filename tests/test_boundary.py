@@ -31,6 +31,7 @@ from replaylens import boundary
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadWeights
 from replaylens.engine.loop.admission import Planner
+from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.request.edits import Edit
@@ -513,6 +514,8 @@ def test_numpys_errors_are_the_usual_ones(how: Any) -> None:
     with np.errstate(all=how, call=lambda *_: pytest.fail("called")):
         assert enclosed() == [0.0, 1e-308] and set(np.geterr().values()) == {how}
         assert boundary._enclosed(np.geterr)() == usually
+    with MODES["inference mode"]():
+        assert boundary._enclosed(modes._ERRORS.get)(None) is None, "no context variable is set, which finalizers must not"
     with np.errstate(all="ignore"):
         assert set(boundary._enclosed(np.geterr)().values()) == {"ignore"}, "what only asks for silence is left"
 

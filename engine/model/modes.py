@@ -89,7 +89,7 @@ def _left() -> Iterator[None]:
         _disable_current_modes(),
         _without_function_modes(),
         torch.inference_mode(False),
-        np.errstate(**_quiet()),
+        np.errstate(**_quiet()) if _errors_are_raised() else nullcontext(),  # see `_quiet`
     ):
         for device in autocast:
             torch.set_autocast_enabled(device, False)
@@ -119,7 +119,11 @@ def _errors_are_raised() -> bool:
 
 
 def _quiet() -> dict[str, Any]:
-    """What numpy does, without exceptions, calls and logs."""
+    """What numpy does, without exceptions, calls and logs.
+
+    Set only where it differs: finalizers are calls, too, and the collector may run them while a context variable is being set,
+    which Python does not expect to be set again meanwhile.
+    """
     return {kind: how if how in _QUIET else _BY_DEFAULT[kind] for kind, how in np.geterr().items()}
 
 

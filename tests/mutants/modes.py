@@ -181,4 +181,20 @@ MODES = (
         "weights are read-only, whatever mode the caller is in",
         ("tests/test_boundary.py::test_weights_are_read_only_in_every_mode",),
     ),
+    Mutant(
+        "digits-of-the-caller",
+        "replaylens.kernels.definition",
+        "float(_FORTY.power(Decimal(base), Decimal(exponent)))",
+        "float(Decimal(base) ** Decimal(exponent))",
+        "angles of positions do not depend on the caller's decimal context",
+        ("tests/test_boundary.py::test_what_is_derived_from_passes_does_not_depend_on_a_mode[three decimal digits]",),
+    ),
+    Mutant(
+        "a-context-variable-in-every-mode",
+        "replaylens.engine.model.modes",
+        "        np.errstate(**_quiet()) if _errors_are_raised() else nullcontext(),",
+        "        np.errstate(**_quiet()),",
+        "finalizers, which the collector runs while a context variable is set, set none",
+        ("tests/test_boundary.py::test_numpys_errors_are_the_usual_ones",),
+    ),
 )
