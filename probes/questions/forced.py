@@ -140,6 +140,8 @@ def _cell_lines(cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRow
     probe = get(estimator).make().fit(fitted.matrix(cell.site, cell.layer), fitted.target("face").values)
     found = []
     parted = lied.where((lied.frame["face"] != lied.frame["implied"]) & lied.frame["face"].notna())
+    if not len(parted):
+        raise BadRows("No row at this position comes after the lie. Give a later position, such as step, or an earlier lie_at.")
     for name, rows, label in (
         ("truthful chains, truth", honest, "face"),
         ("after the lie, follows the text", parted, "implied"),

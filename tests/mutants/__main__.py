@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[2]
 def main(arguments: Sequence[str] | None = None, mutants: Sequence[Mutant] = MUTANTS, root: Path = ROOT) -> int:
     """The exit status. 0: success. 1: too many survivors, or a mutant that cannot be tried. 2: tests fail without mutants."""
     given = _parse(arguments, mutants)
+    if given.fresh:
+        return _fresh(given.fresh, given.seed)
     chosen = [mutant for mutant in mutants if not given.only or mutant.name in given.only]
     if given.list:
         for mutant in chosen:
@@ -31,6 +33,17 @@ def main(arguments: Sequence[str] | None = None, mutants: Sequence[Mutant] = MUT
     return 0 if good_enough(results) else 1
 
 
+def _fresh(count: int, seed: int) -> int:
+    """Try mutants that are drawn anew; see `tests.mutants.fresh`."""
+    from tests.mutants.fresh import drawn, run
+
+    found = drawn(count, seed)
+    noticed = run(found)
+    print(*(f"survived: {each}" for each in found if each not in noticed), sep="\n")
+    print(f"{len(noticed)} of {len(found)} killed ({len(noticed) / len(found):.0%}; needed: {NEEDED:.0%})")
+    return 0 if len(noticed) >= NEEDED * len(found) else 1
+
+
 def _parse(arguments: Sequence[str] | None, mutants: Sequence[Mutant]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="Do the tests notice planted faults?")
     names = [mutant.name for mutant in mutants]
@@ -38,6 +51,10 @@ def _parse(arguments: Sequence[str] | None, mutants: Sequence[Mutant]) -> argpar
     parser.add_argument("--jobs", type=int, default=1, help="copies of the tree that are worked on at a time")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for the tests of one mutant")
     parser.add_argument("--list", action="store_true", help="name the mutants and what they break, and run nothing")
+    parser.add_argument(
+        "--fresh", type=int, default=0, metavar="N", help="try N mutants that are drawn from the sources instead"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which mutants are drawn")
     return parser.parse_args(arguments)
 
 

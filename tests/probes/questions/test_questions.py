@@ -122,6 +122,8 @@ def test_text_or_truth(engine: Engine) -> None:
         text_or_truth(engine, coin(flips=3).examples(40))
     with pytest.raises(ProbeError, match="counted from 1"):
         text_or_truth(engine, coin(flips=3, rendering="steps").examples(40), lie_at=0)
+    with pytest.raises(ProbeError, match="comes after the lie"):
+        text_or_truth(engine, coin(flips=(2, 4), rendering="steps").examples(40), position="step:1", layers=[3])
 
 
 @pytest.mark.parametrize("lie_at", [1, 2])

@@ -1,0 +1,1555 @@
+"""Every public keyword and every flag has an effect, which a test predicts.
+
+`EFFECTS` gives two values to an option and says how the results differ; `tests/options.json` names the tests of the others (see
+`tests.options`). An option that is in neither fails here.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from replaylens.engine.proof.doctor import numbers
+from replaylens.engine.resampling.rollouts import OutcomeCounts
+from replaylens.probes.controls import make_goal
+from tests import options
+from tests.digests import _sparse
+from tests.golden import Walk, answers_of
+from tests.golden_calls import HEADS, PAIR, TAILS, coin, rl, tasks
+from tests.golden_more import coin_run, steps_dump
+from tests.options import ignored, reason
+
+p: Any = rl.probes
+Values = tuple[Any, Any, Callable[..., bool]]
+UNKNOWN = 51
+"""options that no test is known to notice: null in the file. The number may only fall"""
+EFFECTS: dict[tuple[str, str], tuple[Callable[..., Any], Values]] = {}
+
+
+def effects(name: str, call: Callable[..., Any], **given: Values) -> None:
+    """call: gives the result for options of the public call with this name. given: option -> two values, and whether the
+    results for them are as they should be"""
+    EFFECTS.update({(name, option): (call, values) for option, values in given.items()})
+
+
+# ---- how results differ ---------------------------------------------------------------------------------------------------
+
+
+def told(result: Any) -> str:
+    """All that a result says."""
+    return json.dumps([Walk(each).leaf() for _, each in answers_of("", result)])
+
+
+def differ(a: Any, b: Any) -> bool:
+    """For seeds and the like: nothing can be said but that they differ."""
+    return told(a) != told(b)
+
+
+def bounds(result: Any) -> tuple[np.ndarray, np.ndarray]:
+    """All low and high ends of a result's intervals."""
+    low, high = [], []
+
+    def walk(each: Any) -> None:
+        if isinstance(each, list | tuple):
+            for one in each:
+                walk(one)
+        elif is_dataclass(each):
+            for field in fields(each):
+                value = getattr(each, field.name)
+                if field.name.endswith("low"):
+                    low.append(np.ravel(value))
+                elif field.name.endswith("high"):
+                    high.append(np.ravel(value))
+                else:
+                    walk(value)
+
+    walk(result)
+    return np.concatenate(low).astype(float), np.concatenate(high).astype(float)
+
+
+def narrower(a: Any, b: Any) -> bool:
+    """The first intervals lie within the second ones, and some are shorter."""
+    (low, high), (lower, higher) = bounds(a), bounds(b)
+    known = ~np.isnan(low) & ~np.isnan(lower)
+    return bool(
+        (low[known] >= lower[known] - 1e-12).all()
+        and (high[known] <= higher[known] + 1e-12).all()
+        and ((high - low)[known].sum() < (higher - lower)[known].sum())
+    )
+
+
+def wider(a: Any, b: Any) -> bool:
+    return narrower(b, a)
+
+
+def counted(one: int, other: int) -> Callable[[Any, Any], bool]:
+    """p-values are whole multiples of 1 / (draws + 1)."""
+
+    def whole(result: Any, draws: int) -> bool:
+        values = np.ravel(
+            getattr(result, "p_family", result if isinstance(result, np.ndarray) else getattr(result, "p", None))
+        ).astype(float)
+        values = values[~np.isnan(values)] * (draws + 1)
+        return bool(len(values) and np.allclose(values, values.round()) and (values >= 0.999).all())
+
+    return lambda a, b: whole(a, one) and whole(b, other)
+
+
+def lines_of(report: Any, column: str) -> list[Any]:
+    return list(report.table[column].dropna()) if column in report.table else []
+
+
+def only(column: str, one: Any, other: Any) -> Callable[[Any, Any], bool]:
+    """A column of the report's table holds this value, and no other."""
+    return lambda a, b: set(lines_of(a, column)) == {one} and set(lines_of(b, column)) == {other}
+
+
+def better(a: Any, b: Any) -> bool:
+    """The second is far more accurate."""
+    return float(np.max(score(b))) > float(np.max(score(a))) + 0.15
+
+
+def score(result: Any) -> Any:
+    if isinstance(result, float):
+        return result
+    return result.observed if hasattr(result, "observed") else lines_of(result, "accuracy")
+
+
+# ---- statistics of rollouts -----------------------------------------------------------------------------------------------
+
+TABLE = np.array([[9, 3, 0], [7, 5, 1], [2, 11, 0], [1, 4, 8]])
+COUNTS = OutcomeCounts([0, 4, 9, 11], ["a", "b", "no answer"], TABLE, ["One.", " Two.", " Three.", " Four."])
+
+
+@cache
+def drawn() -> Any:
+    return p.RolloutTexts(
+        positions=[3, 8, 12],
+        texts=["One and two.", " Three.", " Four five."],
+        outcomes=["a", "b", "c"],
+        fork=np.array([0, 0, 0, 1, 1, 1, 1, 2, 2]),
+        units=[(" Three.", " x"), (" Other.",), (), (" four five.",), (" Six.", " a"), (" Four five.",), (" y",), (" z",), ()],
+        outcome=["a", "b", "a", "b", "b", "c", "a", "a", "c"],
+    )
+
+
+def of_fork(**given: Any) -> Any:
+    forks = [
+        p.TokenFork(7, [" a", " b"], np.array([0.5, 0.5]), np.array([[9, 1, 0], [1, 9, 0]])),
+        p.TokenFork(9, [" d", " e", " f"], np.array([0.2, 0.1, 0.6]), np.array([[5, 5, 0], [4, 6, 0], [0, 0, 10]])),
+    ]
+    return p.forking_tokens(forks, **{"resamples": 99, **given})
+
+
+SMALL = dict(permutations=29, resamples=99)
+CODES = np.arange(30)
+STATES = numbers(34, 30, 4).double().numpy()
+
+
+def divergence(**given: Any) -> Any:
+    fixed: dict[str, Any] = dict(groups=CODES // 10, permutations=19)
+    return p.sibling_divergence(STATES, CODES // 5, CODES // 5 % 2, CODES * 7 % 5 % 2, **{**fixed, **given})
+
+
+def agreement(**given: Any) -> Any:
+    drafts, taken, *resamples = np.array(["a", "b", "c"])[np.random.default_rng(0).integers(3, size=(6, 40))].tolist()
+    return p.draft_agreement(drafts, list(zip(*resamples, strict=True)), taken, np.arange(40) // 2, **given)
+
+
+def total_variation(a: Any, b: Any) -> bool:
+    """The plain estimates are those of the formulas, of shares of outcomes before and after each unit."""
+    q = TABLE / TABLE.sum(1, keepdims=True)
+    tv = [0.5 * np.abs(x - y).sum() for x, y in pairwise(q)]
+    return np.allclose(a.distances.plug_in, tv) and not np.allclose(b.distances.plug_in, tv)
+
+
+effects(
+    "rl.probes.importance",
+    lambda **o: p.importance(COUNTS, **{**SMALL, **o}),
+    level=(0.5, 0.95, narrower),
+    seed=(1, 2, differ),
+    measure=("tv", "kl", total_variation),
+    permutations=(29, 49, counted(29, 49)),
+    resamples=(99, 199, differ),
+)
+effects(
+    "rl.probes.counterfactual_importance",
+    lambda **o: p.counterfactual_importance(drawn(), **{**SMALL, **o}),
+    level=(0.5, 0.95, narrower),
+    seed=(1, 2, differ),
+    measure=("tv", "kl", differ),
+    permutations=(29, 49, counted(29, 49)),
+    resamples=(99, 199, differ),
+    similar=(lambda x, y: x.strip()[:1].lower() == y.strip()[:1].lower(), lambda x, y: x == y, differ),
+)
+effects(
+    "rl.probes.outcome_curve",
+    lambda **o: p.outcome_curve(COUNTS, **o),
+    level=(0.5, 0.95, narrower),
+    joint=(False, True, narrower),
+)
+effects(
+    "rl.probes.change_points",
+    lambda **o: p.change_points(COUNTS, **o),
+    level=(0.5, 0.95, narrower),
+    prior=(0.5, 4.0, lambda a, b: a.number.tolist() != b.number.tolist()),
+    most=(1, 3, lambda a, b: len(a.number) < len(b.number)),
+)
+effects(
+    "rl.probes.resilience",
+    lambda **o: p.resilience(drawn(), **o),
+    level=(0.5, 0.95, narrower),
+    similar=(lambda x, y: True, lambda x, y: False, differ),
+)
+effects(
+    "rl.probes.forking_tokens",
+    of_fork,
+    level=(0.5, 0.95, differ),
+    resamples=(99, 199, differ),
+    seed=(1, 2, differ),
+    threshold=(0.3, 0.9, differ),
+)
+effects(
+    "rl.probes.sibling_divergence",
+    divergence,
+    groups=(CODES // 20, CODES // 5, differ),
+    permutations=(19, 39, differ),
+    seed=(1, 2, differ),
+)
+effects("rl.probes.draft_agreement", agreement, permutations=(19, 39, differ), seed=(1, 2, differ))
+X = numbers(33, 30).double().numpy()
+effects(
+    "rl.probes.ratio_over_groups",
+    lambda **o: p.ratio_over_groups(np.abs(X)[None], np.abs(X) + 0.5, CODES // 3, **o),
+    level=(0.5, 0.95, narrower),
+    least=(-math.inf, 0.0, differ),
+)
+effects(
+    "rl.probes.Estimate",
+    lambda **o: p.Estimate(0.5, 0.4, 0.6, **o),
+    level=(0.5, 0.9, lambda a, b: (a.level, b.level) == (0.5, 0.9)),
+)
+effects(
+    "rl.probes.RolloutTexts.of_frame",
+    lambda **o: p.RolloutTexts.of_frame(
+        pd.DataFrame(
+            {"position": [1, 1, 4], "outcome": ["b", "b", "a"], "units": [(" x",), (), (" y",)], "text": ["p q", "", "r"]}
+        ),
+        ["one", "two"],
+        **o,
+    ),
+    outcomes=(["a", "b"], ["b", "a"], lambda a, b: (a.outcomes, b.outcomes) == (["a", "b"], ["b", "a"])),
+    split=(str.split, list, lambda a, b: (a.units[0], b.units[0]) == (("p", "q"), ("p", " ", "q"))),
+)
+
+
+# ---- probes ---------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def rows() -> Any:
+    """Layer 1 shows `topic`, layer 0 shows nothing."""
+    x, y = numbers(40, 120, 6).double().numpy(), np.arange(120) // 3 % 2
+    labels = {"topic": np.array(["c0", "c1"])[y], "other": np.arange(120) // 3 * 7 % 5 > 2}
+    sites = {("S", 0): x, ("S", 1): x + 2 * y[:, None]}
+    return p.ProbeRows.of_arrays(
+        sites, labels, groups=np.arange(120) // 3, positions=np.arange(120) % 3, tokens=np.arange(120) * 5 % 7
+    )
+
+
+def permuted(**given: Any) -> Any:
+    fixed: dict[str, Any] = dict(label="topic", layer=1, position="all", permutations=19, folds=3, estimator="ridge")
+    return p.permutation_test(rows(), **{**fixed, **given})
+
+
+effects(
+    "rl.probes.permutation_test",
+    permuted,
+    label=("other", "topic", better),
+    permutations=(19, 29, lambda a, b: (len(a.drawn), len(b.drawn)) == (19, 29)),
+    layer=(0, 1, better),
+    folds=(3, 5, differ),
+    seed=(1, 2, differ),
+    estimator=("ridge", "mass-mean", differ),
+    metric=("accuracy", "auroc", differ),
+    position=("all", "1", lambda a, b: differ(a, b)),
+)
+
+
+def crossed(**given: Any) -> Any:
+    here = rows()
+    x, y = here.matrix("S", 1), np.array([each == "c1" for each in here.target("topic").values]).astype(int)
+    return p.cross_validate(x, y, groups=here.roots, **{"estimator": "mass-mean", **given})
+
+
+def is_discriminant(a: Any, b: Any) -> bool:
+    """lda predicts what scikit-learn's does, fitted on the same folds."""
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    here = rows()
+    x, y = here.matrix("S", 1).astype(float), np.array([int(each == "c1") for each in here.target("topic").values])
+    said = np.empty(len(y), dtype=int)
+    for k in range(b.fold.max() + 1):
+        out = b.fold == k
+        said[out] = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto").fit(x[~out], y[~out]).predict(x[out])
+    return bool((b.predicted.astype(int) == said).mean() > 0.97 and differ(a, b))
+
+
+effects(
+    "rl.probes.cross_validate",
+    crossed,
+    folds=(3, 6, lambda a, b: (a.fold.max(), b.fold.max()) == (2, 5)),
+    seed=(1, 2, lambda a, b: a.fold.tolist() != b.fold.tolist()),
+    estimator=("mass-mean", "lda", is_discriminant),
+)
+effects(
+    "rl.probes.cross_validate",
+    lambda **o: crossed(estimator="ridge", **o),
+    kind=("class", "number", lambda a, b: (a.metric, b.metric) == ("accuracy", "r2")),
+)
+effects(
+    "rl.probes.cross_validate",
+    crossed,
+    metric=("accuracy", "auroc", lambda a, b: (a.metric, b.metric) == ("accuracy", "auroc")),
+)
+
+
+def curve(**given: Any) -> Any:
+    return p.complexity_curve(rows(), **{"label": "topic", "layer": 1, "position": "all", "C": (0.1,), "folds": 3, **given})
+
+
+effects(
+    "rl.probes.complexity_curve",
+    curve,
+    folds=(3, 4, differ),
+    seed=(1, 2, differ),
+    label=("other", "topic", differ),
+    layer=(0, 1, better),
+    C=((0.1,), (0.1, 1.0), lambda a, b: len(a.table) < len(b.table)),
+    estimator=("logistic", "ridge", differ),
+    position=("all", "1", differ),
+)
+
+
+def small_run() -> Any:
+    return p.ProbeRows.of(coin_run())
+
+
+@cache
+def sparse_wide() -> Any:
+    """Two sites: "own" shows the label, S does not."""
+    x, y = numbers(41, 90, 6).double().numpy(), np.arange(90) // 3 % 2
+    return p.ProbeRows.of_arrays(
+        {("S", 0): x, "own": x + 3 * y[:, None]}, {"kind": y}, groups=np.arange(90) // 3, positions=np.arange(90) % 3
+    )
+
+
+effects(
+    "rl.probes.permutation_test",
+    lambda **o: p.permutation_test(
+        sparse_wide(),
+        "kind",
+        estimator="ridge",
+        position="all",
+        permutations=9,
+        folds=3,
+        layer=0 if o.get("site", "S") == "S" else None,
+        **o,
+    ),
+    site=("S", "own", better),
+)
+effects(
+    "rl.probes.complexity_curve",
+    lambda **o: p.complexity_curve(
+        sparse_wide(), "kind", position="all", C=(0.1,), folds=3, layer=0 if o.get("site", "S") == "S" else None, **o
+    ),
+    site=("S", "own", better),
+)
+effects(
+    "rl.probes.placebo_probes",
+    lambda **o: p.placebo_probes(rows(), p.fit_probe(rows(), "topic", layer=1, position="all"), **o),
+    count=(2, 3, lambda a, b: (len(a), len(b)) == (2, 3)),
+    seed=(1, 2, differ),
+)
+
+
+def classes(count: int = 60) -> tuple[np.ndarray, np.ndarray]:
+    y = np.arange(count) % 2
+    return numbers(50, count, 8).double().numpy() + y[:, None], y
+
+
+effects(
+    "rl.probes.SparseProbe",
+    lambda **o: p.SparseProbe(**{"k": 3, **o}).fit(*classes()),
+    k=(2, 5, lambda a, b: (len(a.selected_), len(b.selected_)) == (2, 5)),
+    C=(0.01, 10.0, lambda a, b: np.abs(a.coef_).sum() < np.abs(b.coef_).sum()),
+)
+
+
+def attentive(**given: Any) -> np.ndarray:
+    x, y = classes(40)
+    return np.asarray(p.AttentiveProbe(**{"positions": 2, "steps": 30, **given}).fit(x, y).predict_proba(x)[:, 1] - 0.5)
+
+
+effects(
+    "rl.probes.AttentiveProbe",
+    attentive,
+    C=(0.001, 10.0, lambda a, b: np.abs(a).mean() < np.abs(b).mean()),
+    steps=(1, 60, differ),
+    random_state=(1, 2, differ),
+)
+
+
+def pairs(**given: Any) -> np.ndarray:
+    x, y = classes(40)
+    return np.asarray(p.CcsProbe(**{"tries": 1, "steps": 5, **given}).fit(np.concatenate([x, -x + 0.1], 1), y).weight_)
+
+
+effects("rl.probes.CcsProbe", pairs, tries=(1, 8, differ), steps=(1, 60, differ), random_state=(1, 2, differ))
+effects(
+    "rl.probes.calibrated",
+    lambda **o: p.calibrated("logistic", *classes(), np.arange(60) // 2, **o).predict_proba(classes()[0]),
+    folds=(3, 6, differ),
+    seed=(1, 2, differ),
+)
+
+
+def outcomes(**given: Any) -> Any:
+    given = {"tokens": [np.array([i // 3, i % 3]) for i in range(30)], "estimator": "logistic", "folds": 3, **given}
+    return p.outcome_probe({("S", 1): STATES}, np.stack([CODES % 4, 6 - CODES % 4], 1), CODES // 3, **given)
+
+
+effects(
+    "rl.probes.outcome_probe",
+    outcomes,
+    tokens=([np.array([i // 3, i % 3]) for i in range(30)], [np.array([i // 3, i % 3, i % 2]) for i in range(30)], differ),
+    folds=(3, 5, differ),
+    seed=(1, 2, differ),
+    untrained=(
+        None,
+        {("S", 1): numbers(36, 30, 4).double().numpy()},
+        lambda a, b: (
+            not any("untrained" in each for each in a.table["what"]) and any("untrained" in each for each in b.table["what"])
+        ),
+    ),
+)
+
+
+def coded(**given: Any) -> Any:
+    here = rows()
+    x = torch.from_numpy(here.matrix("S", 1)).double()[None]
+    return p.online_codes(x, make_goal(here.target("topic")), [], here.roots, **given)
+
+
+effects("rl.probes.online_codes", coded, seed=(1, 2, differ), nuisance=(None, np.arange(120)[:, None] % 3 / 1.0, differ))
+
+
+# ---- questions ------------------------------------------------------------------------------------------------------------
+
+
+def gone_to(site: str) -> Any:
+    return lambda a, b: set(a.table["site"]) != set(b.table["site"]) and site in set(b.table["site"])
+
+
+@cache
+def wrong_run() -> Any:
+    """Some answers are wrong, since they are drawn at a high temperature."""
+    return coin().replay(tasks.get("coin")(flips=(1, 4)).examples(40), sites="S", sampling=rl.Sampling(temperature=3.0), seed=2)
+
+
+@cache
+def steps_rows() -> Any:
+    return p.ProbeRows.of(steps_dump())
+
+
+effects(
+    "rl.probes.transfer",
+    lambda **o: p.transfer(steps_rows(), "face", **{"layers": [3], "folds": 3, "estimator": "ridge", **o}),
+    folds=(3, 4, differ),
+    seed=(1, 2, differ),
+)
+effects(
+    "rl.probes.outcome_at_fork",
+    lambda **o: p.outcome_at_fork(steps_rows(), **{"layers": [3], "folds": 3, **o}),
+    folds=(3, 4, differ),
+    seed=(1, 2, differ),
+)
+effects(
+    "rl.probes.judge",
+    lambda **o: p.judge(steps_rows(), draft_layer=2, **{"layers": [2], "folds": 3, **o}),
+    folds=(3, 4, differ),
+    seed=(1, 2, differ),
+)
+effects(
+    "rl.probes.viable_branch",
+    lambda **o: p.viable_branch(wrong_run(), **{"layers": [3], "folds": 3, "estimator": "ridge", **o}),
+    folds=(3, 4, differ),
+    seed=(1, 2, differ),
+)
+
+
+# ---- engine ---------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def dump() -> Any:
+    return coin().replay(tasks.get("coin")(flips=(1, 2)).examples(5), sites="SZ").save(Path(mkdtemp()) / "d")
+
+
+def layer(call: Callable[[Any, int | None], Any]) -> Values:
+    """Layers 1 and 2 of S are the sites that have these names."""
+    names = ("blocks.1.hook_in", "blocks.2.hook_in")
+    return 1, 2, lambda a, b: told([a, b]) == told([call(dump(), name) for name in names]) and differ(a, b)
+
+
+for name in ("statistics", "to_torch", "to_numpy"):
+    effects(
+        f"rl.Dump.{name}",
+        lambda name=name, **o: getattr(dump(), name)("S", **o),
+        layer=layer(lambda d, site, name=name: getattr(d, name)(site)),
+    )
+effects(
+    "rl.Dump.stream",
+    lambda **o: [x for x, _ in dump().stream("S", **{"layer": 1, **o})],
+    layer=(1, 2, lambda a, b: torch.equal(torch.cat(b), dump().to_torch("blocks.2.hook_in")) and differ(a, b)),
+    batch_rows=(7, 9, lambda a, b: (len(a[0]), len(b[0])) == (7, 9)),
+)
+effects(
+    "rl.Dump.take",
+    lambda **o: dump().take([3, 1], **o),
+    sites=(
+        [("S", 1)],
+        ["blocks.2.hook_in", "Z.kl"],
+        lambda a, b: (sorted(a), sorted(b)) == (["blocks.1.hook_in"], ["Z.kl", "blocks.2.hook_in"]),
+    ),
+)
+effects(
+    "rl.Sampling.derived",
+    lambda **o: rl.Sampling(seed=3, temperature=1.0).derived(**o),
+    fields=({"seed": 4}, {"top_k": 2}, lambda a, b: (a.seed, a.top_k, b.seed, b.top_k) == (4, 0, 3, 2)),
+)
+
+
+def grown(**given: Any) -> Any:
+    return coin().prompt(HEADS, sites="SZ", **given)
+
+
+CAPTURE: dict[str, Values] = {
+    "top_k": (2, 3, lambda a, b: (a["Z.top_ids"].shape[-1], b["Z.top_ids"].shape[-1]) == (2, 3)),
+    "targets": ([" heads"], [" tails", 5], lambda a, b: (a["Z.targets"].shape[-1], b["Z.targets"].shape[-1]) == (1, 2)),
+    "full": (
+        False,
+        True,
+        lambda a, b: "Z.full" not in a and torch.equal(b["Z.full"].max(-1).values, a["Z.top_logprobs"][..., 0]),
+    ),
+    "positions": (
+        "all",
+        "last",
+        lambda a, b: torch.equal(a["blocks.1.hook_in"][-1:], b["blocks.1.hook_in"]) and len(b["blocks.1.hook_in"]) == 1,
+    ),
+}
+effects("rl.Engine.prompts", lambda **o: coin().prompts([HEADS], sites="SZ", **o)[0].activations, **CAPTURE)
+effects("rl.Engine.prompt", lambda **o: grown(**o).activations, **CAPTURE)
+
+
+def rejected(**given: Any) -> Any:
+    """Drafts that a conversation keeps, of which one is not the next token."""
+    held = talk(**given)
+    held.generate(3, drafter="forced", drafts={held.branch.length: [[7, 8]]})
+    return held.branch.rejected
+
+
+def talk(**given: Any) -> Any:
+    from tests.engine.serving.test_conversation import FIRST, byte_tokenizer
+
+    template = "{{ tools or '' }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    config = dict(num_layers=2, d_model=40, num_heads=4, num_kv_heads=2, d_head=12, d_mlp=56, vocab_size=258, max_positions=512)
+    from replaylens.engine.model.config import ModelConfig
+    from tests.digests import model_of
+
+    engine = rl.Engine(model_of(ModelConfig(**config)), byte_tokenizer(template))
+    return rl.Conversation(engine, FIRST, **{"sites": "SZ", **given})
+
+
+effects(
+    "rl.Conversation", lambda **o: talk(**o).branch.activations, **{**CAPTURE, "targets": ([3], [4, 5], CAPTURE["targets"][2])}
+)
+effects("rl.Conversation", talk, tools=(None, [{"name": "add"}], lambda a, b: b.branch.length > a.branch.length))
+effects(
+    "rl.Conversation",
+    rejected,
+    keep_rejected=(False, True, lambda a, b: (len(a), len(b)) == (0, 1)),
+)
+
+
+def steered(**given: Any) -> Any:
+    fixed: dict[str, Any] = dict(layers=[1], strengths=[1.0], n=2, metric=PAIR)
+    return rl.steer(coin(), ([HEADS], [TAILS]), [HEADS], **{**fixed, **given})
+
+
+effects(
+    "rl.steer",
+    steered,
+    layers=([1], [2, 3], lambda a, b: (set(a.frame["layer"].dropna()), set(b.frame["layer"].dropna())) == ({1}, {2, 3})),
+    strengths=([1.0], [1.0, 3.0], lambda a, b: len(b.frame) > len(a.frame)),
+    sampling=(None, rl.Sampling(temperature=5.0, seed=3), differ),
+    n=(2, 4, differ),
+)
+effects(
+    "rl.path_patch",
+    lambda **o: rl.path_patch(coin(), HEADS, TAILS, metric=PAIR, receivers=[(2, 0)], into="v", **o),
+    direction=("denoise", "noise", differ),
+)
+effects("rl.attribution_graph", lambda **o: rl.attribution_graph(*graphed(), **o), metric=(PAIR, " tails", differ))
+
+
+@cache
+def graphed() -> Any:
+    from tests.golden_calls import tiny
+    from tests.workbench.test_graph import transcoder
+
+    sizes = ((80, 40, 12), (82, 12), (84, 12, 40), (86, 40))
+    return (
+        tiny(),
+        HEADS,
+        [transcoder([numbers(*sizes[0]) / 8, numbers(*sizes[1]) / 4, numbers(*sizes[2]) / 8, numbers(*sizes[3]) / 8], 0)],
+    )
+
+
+def sparse() -> Any:
+    return _sparse("topk")
+
+
+# ---- more of probes ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def framed() -> pd.DataFrame:
+    x = numbers(60, 12, 2).double().numpy()
+    plain: dict[str, Any] = {"x": list(x), "y": np.arange(12) % 2, "near": np.arange(12) // 4, "far": np.arange(12) // 6}
+    return pd.DataFrame(
+        plain
+        | {"early": 3 - np.arange(12) % 4, "late": np.arange(12) % 4, "word": np.arange(12) % 5, "two": np.arange(12) // 2}
+    )
+
+
+def of_pandas(**given: Any) -> Any:
+    return p.ProbeRows.of_pandas(framed(), "x", "y", **{"group": "near", **given}).frame
+
+
+def of_dataset(**given: Any) -> Any:
+    from datasets import Dataset
+
+    return p.ProbeRows.of_dataset(Dataset.from_pandas(framed()), "x", "y", **{"group": "near", **given}).frame
+
+
+def column(name: str, one: str, other: str) -> Values:
+    """The frame's column has the numbers of the column that was named, or as many different ones."""
+
+    def same(frame: pd.DataFrame, given: str) -> bool:
+        if name == "position":
+            return bool(frame[name].tolist() == framed()[given].tolist())
+        found, wanted = pd.factorize(frame[name])[0].tolist(), pd.factorize(framed()[given])[0].tolist()
+        return found == wanted
+
+    return one, other, lambda a, b: same(a, one) and same(b, other) and not same(a, other)
+
+
+for kind, call in {"of_pandas": of_pandas, "of_dataset": of_dataset}.items():
+    effects(
+        f"rl.probes.ProbeRows.{kind}",
+        call,
+        group=column("root", "near", "far"),
+        position=column("position", "early", "late"),
+        token=column("token", "word", "late"),
+        key=column("key", "word", "late"),
+        prompt=column("example", "two", "near"),
+    )
+
+
+def shown_lines(figure: Any) -> list[Any]:
+    return [axis.get_title() for axis in figure.axes] + [line.get_label() for axis in figure.axes for line in axis.lines]
+
+
+@cache
+def two_labels() -> Any:
+    return p.sweep(
+        rows(), ["topic", "other"], layers=[0, 1], positions="all", estimators=["ridge", "mass-mean"], permutations=0
+    )
+
+
+for kind in ("curves", "heatmap"):
+    effects(
+        f"rl.probes.Report.{kind}",
+        lambda kind=kind, **o: getattr(two_labels(), kind)(**{"label": "topic", "estimator": "ridge", **o}),
+        label=("topic", "other", differ),
+        estimator=("ridge", "mass-mean", differ),
+    )
+
+
+def streamed(**given: Any) -> Any:
+    """Sums of the rows that were streamed."""
+    fixed: dict[str, Any] = dict(position="all", sites="S", max_new=3)
+    task = tasks.get("coin")(flips=(1, 3))
+    moments = p.fit_streaming(coin(), task.examples(4), "face", ["heads", "tails"], **{**fixed, **given}).moments()
+    return {str(cell): each for cell, each in moments.items()}
+
+
+zero = rl.Edit("S", "zero", layers=[1])
+effects(
+    "rl.probes.fit_streaming",
+    streamed,
+    edits=((), (zero,), differ),
+    max_new=(1, 3, differ),
+    sampling=(None, rl.Sampling(temperature=6.0), differ),
+    seed=(1, 1, lambda a, b: told(a) == told(b)),
+)
+effects("rl.probes.fit_streaming", lambda **o: streamed(sampling=rl.Sampling(temperature=6.0), **o), seed=(1, 2, differ))
+
+
+@cache
+def probe_of(layer: int = 3) -> Any:
+    return p.fit_probe(coin_run(), "face", layer=layer, position="query", estimator="mass-mean")
+
+
+@cache
+def others() -> Any:
+    return tasks.get("coin")(flips=(1, 4)).examples(range(100, 106))
+
+
+for kind in ("ablate", "interchange"):
+    effects(
+        f"rl.probes.{kind}",
+        lambda kind=kind, **o: getattr(p, kind)(coin(), probe_of(), others(), **{"placebos": 2, **o}),
+        position=("query", "step", differ),
+        seed=(1, 2, differ),
+    )
+
+
+def placebos(kind: str) -> Callable[..., Any]:
+    def call(untrained: int = 0) -> Any:
+        given = {"untrained": p.placebo_probes(coin_run(), probe_of(), untrained)} if untrained else {}
+        return getattr(p, kind)(coin(), probe_of(), others(), placebos=2, **given)
+
+    return call
+
+
+for kind in ("ablate", "interchange", "steer"):
+    effects(f"rl.probes.{kind}", placebos(kind), untrained=(0, 2, lambda a, b: len(b.table) > len(a.table) or differ(a, b)))
+
+
+def three_flips() -> Any:
+    return tasks.get("coin")(flips=(3, 3)).examples(range(100, 104))
+
+
+def reach(**given: Any) -> Any:
+    fixed: dict[str, Any] = dict(label="face", layers=[3], placebos=1)
+    return p.steering_reach(coin(), coin_run(), three_flips(), **{**fixed, **given})
+
+
+effects(
+    "rl.probes.steering_reach",
+    reach,
+    factor=(0.0, 2.0, differ),
+    estimator=("mass-mean", "ridge", differ),
+    layers=([3], [2], lambda a, b: told(a) != told(b)),
+)
+
+
+def chosen(**given: Any) -> np.ndarray:
+    """Layer 3 of the untrained model, at the rows of a run."""
+    return np.asarray(p.untrained_rows(small_run().renumbered(), coin(), ["S"], **given).matrix("S", 3))
+
+
+effects("rl.probes.untrained_rows", chosen, seed=(1, 2, lambda a, b: a.shape == b.shape and not np.array_equal(a, b)))
+
+
+@cache
+def later_run() -> Any:
+    return coin().replay(tasks.get("coin")(flips=(1, 3), seed=9).examples(range(200, 230)), sites="S")
+
+
+def across(**given: Any) -> Any:
+    joined = p.ProbeRows.join(a=small_run().at("query"), b=steps_rows().at("query"), c=p.ProbeRows.of(later_run()).at("query"))
+    return p.transfer_across(joined, "face", **{"fit_on": "a", "test_on": "b", "layers": [3], "folds": 3, **given})
+
+
+effects("rl.probes.transfer_across", across, folds=(3, 4, differ), seed=(1, 2, differ), estimator=("ridge", "lda", differ))
+
+
+def lied(**given: Any) -> Any:
+    task = tasks.get("coin")(flips=(2, 4), rendering="steps")
+    return p.text_or_truth(coin(), task.examples(40), **{"layers": [3], "estimator": "ridge", **given})
+
+
+effects("rl.probes.text_or_truth", lied, estimator=("ridge", "mass-mean", differ), seed=(1, 2, differ))
+
+
+def found_direction(**given: Any) -> tuple[Any, dict[str, Any]]:
+    """The probe, and what the search was given, over a stand-in for it."""
+    import sys
+    from types import ModuleType, SimpleNamespace
+    from unittest.mock import patch
+
+    asked: dict[str, Any] = {}
+
+    def fit_das(bridge: Any, name: str, base: Any, source: Any, answers: Any, read: Any, **more: Any) -> Any:
+        asked.update(more | {"name": name, "base": base, "source": source, "answers": answers})
+        return SimpleNamespace(basis=torch.eye(128, more["rank"]))
+
+    search = ModuleType("transformer_lens.tools.analysis.interchange")
+    vars(search)["fit_das"] = fit_das
+    names = ("transformer_lens", "transformer_lens.tools", "transformer_lens.tools.analysis")
+    with patch.dict(sys.modules, {**{name: ModuleType(name) for name in names}, search.__name__: search}):
+        bridge: Any = lambda tokens: numbers(5, *tokens.shape, coin().config.vocab_size)  # noqa: E731
+        examples = tasks.get("coin")(flips=2, p=1.0).examples(8)
+        return p.find_direction(coin(), bridge, examples, **{"label": "face", "layer": 2, **given}), asked
+
+
+def passed(name: str, one: Any, other: Any) -> Values:
+    return one, other, lambda a, b: (a[1][name], b[1][name]) == (one, other)
+
+
+effects(
+    "rl.probes.find_direction",
+    found_direction,
+    rank=passed("rank", 1, 3),
+    epochs=passed("epochs", 2, 5),
+    lr=passed("lr", 0.1, 0.5),
+    seed=passed("seed", 1, 4),
+    layer=(1, 2, lambda a, b: a[1]["name"].startswith("blocks.1.") and b[1]["name"].startswith("blocks.2.")),
+    site=("S", "C", lambda a, b: a[1]["name"] != b[1]["name"]),
+    label=("face", "name", lambda a, b: (a[0].label, b[0].label) == ("face", "name")),
+    position=("query", "step:1", lambda a, b: (a[0].position, b[0].position) == ("query", "step:1")),
+)
+
+
+# ---- more of the engine -----------------------------------------------------------------------------------------------------
+
+
+def hooked(**given: Any) -> Any:
+    halved = [("blocks.1.hook_in", lambda x, hook: x * 0.5)]
+    return coin().run_with_hooks(HEADS, fwd_hooks=halved, return_type="both", **given)
+
+
+effects(
+    "rl.Engine.run_with_hooks",
+    hooked,
+    loss_per_token=(False, True, lambda a, b: a[1].ndim == 0 and b[1].shape == (1, b[0].shape[1] - 1)),
+)
+effects(
+    "rl.Engine.run_with_hooks",
+    lambda **o: coin().run_with_hooks(HEADS, **o),
+    stop_at_layer=(1, 2, lambda a, b: a.shape == b.shape and a.shape[-1] == 128 and not torch.equal(a, b)),
+)
+effects(
+    "rl.Dump.where",
+    lambda **o: len(dump().where(**o)),
+    conditions=({"branch": 0}, {"example": 1}, lambda a, b: b < a == len(dump())),
+)
+
+
+def added(**details: Any) -> dict[str, Any]:
+    trace = rl.Trace(coin().fingerprint)
+    trace.add("e", **details)
+    return dict(trace.events[-1])
+
+
+effects(
+    "rl.Trace.add",
+    added,
+    details=(
+        {"branch": 1},
+        {"tokens": [3]},
+        lambda a, b: (a, b) == ({"event": "e", "branch": 1}, {"event": "e", "tokens": [3]}),
+    ),
+)
+effects(
+    "rl.Trace",
+    lambda **o: rl.Trace(coin().fingerprint, **o),
+    events=([], [{"event": "x"}], lambda a, b: (a.events, b.events) == ([], [{"event": "x"}])),
+)
+effects(
+    "rl.SparseFeatures.generate",
+    lambda **o: held(**o),
+    ablate=([3], list(range(48)), differ),
+    scale=({3: 1.0}, {i: 9.0 for i in range(48)}, differ),
+)
+
+
+def held(**given: Any) -> Any:
+    branch = coin().prompt(HEADS, sites="S")
+    made = sparse().generate(branch, 2, **given)
+    return (made if made is not None else branch).logits()
+
+
+def saved(**given: Any) -> Any:
+    run = coin().replay(tasks.get("coin")(flips=(1, 2)).examples(2), sites="S")
+    return run.save(Path(mkdtemp()) / "d", features={"sae": sparse()}, **given)
+
+
+effects(
+    "rl.Run.save", saved, keep=(2, 3, lambda a, b: (max(a.features("sae").counts), max(b.features("sae").counts)) == (2, 3))
+)
+
+
+effects(
+    "rl.Dump.where",
+    lambda predicate=None: len(dump().where(predicate)),
+    predicate=(lambda f: f["position"] < 3, lambda f: f["position"] >= 0, lambda a, b: (a, b) == (3 * 5, len(dump()))),
+)
+
+
+def carried(**given: Any) -> dict[str, Any]:
+    """The options with which a conversation makes its prompt."""
+    from types import SimpleNamespace
+    from unittest.mock import patch
+
+    asked: dict[str, Any] = {}
+
+    def prompt(self: Any, tokens: list[int], **more: Any) -> Any:
+        asked.update(more)
+        return SimpleNamespace(tokens=tokens, length=len(tokens))
+
+    with patch.object(rl.Engine, "prompt", prompt):
+        talk(**given)
+    return {key: str(each) for key, each in asked.items()}
+
+
+carries = lambda a, b: set(a.values()) >= {"first"} and set(b.values()) >= {"second"}  # noqa: E731
+unread = ("first", "second", carries)
+effects("rl.Conversation", carried, hooks=unread, lens=unread, watch=unread, keep=unread)
+
+
+def continued(**given: Any) -> list[list[int]]:
+    branch = coin().prompt("A coin's state is heads.").force(" Alice flips. Bob flips. What's the state? A: heads.")
+    return [each.tokens for each in branch.stream_rollouts(3, at=[9, 12], max_new=8, **given)]
+
+
+effects("rl.Branch.stream_rollouts", continued, replace=(None, " Carol does not flip.", differ))
+
+
+def scored(watch: bool = False) -> Any:
+    engine = coin()
+    given = {"watch": engine.watch({"face": probe_of()})} if watch else {}
+    return engine.capture_spec("S", **given).scored
+
+
+effects("rl.Engine.capture_spec", scored, watch=(False, True, lambda a, b: a == () and len(b) == 1))
+
+
+def with_a_start(**given: Any) -> int:
+    """Tokens of two bytes, with the token that begins texts."""
+    engine = talk().engine
+    return len(engine.run_with_hooks("ab", **given)[0])
+
+
+effects("rl.Engine.run_with_hooks", with_a_start, prepend_bos=(False, True, lambda a, b: (a, b) == (2, 3)))
+
+
+def of_results(**given: Any) -> Any:
+    from replaylens.engine.dump.maker import plan_of_run
+
+    run = coin_run()
+    plan = plan_of_run(coin(), run[0].example.maker, [0], run.options)
+    return p.ProbeRows.of_results(coin(), plan, run.results[:1], **given).frame["logprob"].dropna().nunique()
+
+
+constant = lambda: (np.full(400, 0.25, dtype=np.float32),) * 2  # noqa: E731
+effects("rl.probes.ProbeRows.of_results", of_results, probabilities=(None, constant, lambda a, b: b == 1 < a))
+
+
+@cache
+def sites_dump() -> Any:
+    """Chains of thought with rejected drafts, S and C."""
+    task = tasks.get("coin")(flips=(2, 4), rendering="steps", seed=2)
+    return coin().replay(task.examples(30), sites="SCZ", drafter="ngram", window=4).save(Path(mkdtemp()) / "sites")
+
+
+S_OR_C: Values = ("S", "C", lambda a, b: "S" in set(a.table["site"]) and set(b.table["site"].dropna()) == {"C"})
+effects(
+    "rl.probes.transfer",
+    lambda **o: p.transfer(sites_dump(), "face", layers=[3], folds=3, estimator="ridge", **o),
+    sites=S_OR_C,
+)
+effects("rl.probes.judge", lambda **o: p.judge(sites_dump(), draft_layer=2, layers=[2], folds=3, **o), sites=("S", "C", differ))
+effects("rl.probes.text_or_truth", lied, sites=("S", "C", differ), position=("step", "all", differ))
+
+
+def stepped() -> Any:
+    return steps_rows().at("step")
+
+
+effects(
+    "rl.probes.by_acceptance",
+    lambda **o: (p.by_acceptance(stepped(), folds=3, **o), stepped().frame["accepted"].to_numpy(dtype=bool)),
+    fit_on=("accepted", "rejected", lambda a, b: a[1][a[0].train.any(0)].all() and not b[1][b[0].train.any(0)].any()),
+)
+
+
+@cache
+def sites_run() -> Any:
+    return coin().replay(tasks.get("coin")(flips=(1, 4)).examples(30), sites="SC")
+
+
+def erased(**given: Any) -> Any:
+    return p.amnesic(coin(), sites_run(), others(), "face", layers=[3], erasers="leace", placebos=1, **given)
+
+
+effects("rl.probes.amnesic", erased, site=("S", "C", differ))
+effects(
+    "rl.probes.steering_reach",
+    lambda **o: p.steering_reach(coin(), sites_run(), three_flips(), "face", layers=[3], placebos=1, **o),
+    site=("S", "C", differ),
+)
+effects("rl.probes.steering_reach", reach, label=("face", "parity", differ))
+
+
+# ---- generating -----------------------------------------------------------------------------------------------------------
+
+
+def by_branch(branch: Any, n: int, **given: Any) -> Any:
+    return branch.generate(n, **given)
+
+
+def by_engine(branch: Any, n: int, **given: Any) -> Any:
+    return branch.engine.generate([branch], n, **given)[0]
+
+
+def by_stream(branch: Any, n: int, **given: Any) -> Any:
+    list(branch.stream(n, **given))
+    return branch
+
+
+def by_streams(branch: Any, n: int, **given: Any) -> Any:
+    list(branch.engine.stream(branch, n, **given))
+    return branch
+
+
+HOT = rl.Sampling(temperature=50.0, seed=3)
+WRONG = {15: [[7, 8]]}
+
+
+def from_prompt(grow: Callable[..., Any]) -> Callable[..., Any]:
+    def grown_by(n: int = 2, **given: Any) -> Any:
+        branch = coin().prompt(HEADS, sites="S", keep_rejected=True)
+        return grow(branch, n, **given)
+
+    return grown_by
+
+
+def pages(branch: Any) -> int:
+    """Pages in use: a rejected branch that keeps its own takes one more."""
+    return int(re.findall(r"(\d+) of \d+ KV pages", repr(branch.engine))[0])
+
+
+for kind, grow in {
+    "rl.Branch.generate": by_branch,
+    "rl.Engine.generate": by_engine,
+    "rl.Branch.stream": by_stream,
+    "rl.Engine.stream": by_streams,
+}.items():
+    call = from_prompt(grow)
+    effects(
+        kind,
+        call,
+        sampling=(None, HOT, lambda a, b: a.generated != b.generated),
+        drafter=(
+            "model",
+            "ngram",
+            lambda a, b: (a.statistics.passes, a.statistics.drafted) != (b.statistics.passes, b.statistics.drafted),
+        ),
+        deterministic=(True, False, lambda a, b: (a.certified, b.certified) == (True, False)),
+        final=(
+            False,
+            True,
+            lambda a, b: (
+                (len(a.activations["blocks.1.hook_in"]), len(b.activations["blocks.1.hook_in"])) == (a.length - 1, b.length)
+            ),
+        ),
+    )
+    effects(
+        kind,
+        lambda call=call, **o: call(n=4, **{"drafter": "forced", "drafts": WRONG, **o}),
+        drafts=(WRONG, {15: [[7]]}, lambda a, b: (a.statistics.drafted, b.statistics.drafted) == (2, 1)),
+        keep_pages=(False, True, lambda a, b: pages(b) > pages(a)),
+    )
+    effects(
+        kind,
+        lambda call=call, **o: call(**{"drafter": "lens", **o}).statistics.drafted,
+        window=(1, 4, lambda a, b: a == 0 < b),
+    )
+
+
+def talked(**given: Any) -> Any:
+    held = talk(sites="S", keep_rejected=True)
+    held.generate(3, **given)
+    return held.branch
+
+
+effects(
+    "rl.Conversation.generate",
+    talked,
+    sampling=(None, HOT, lambda a, b: a.generated != b.generated),
+    drafter=(
+        "lens",
+        "ngram",
+        lambda a, b: a.statistics.drafted != b.statistics.drafted or a.statistics.passes != b.statistics.passes,
+    ),
+    deterministic=(True, False, lambda a, b: (a.certified, b.certified) == (True, False)),
+)
+effects(
+    "rl.Conversation.fork",
+    lambda **o: talk().fork(**{"at": 1, **o}).branch,
+    at=(1, 2, lambda a, b: a.length < b.length),
+    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a.logits(), b.logits())),
+)
+effects(
+    "rl.Conversation",
+    lambda **o: talk(**o).branch.logits(),
+    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
+)
+effects(
+    "rl.Conversation.replay",
+    lambda **o: talk().replay(1, "3?", **o).branch.logits(),
+    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
+)
+effects(
+    "rl.Engine.prompt",
+    lambda **o: grown(**o).logits(),
+    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
+)
+effects("rl.Branch.fork", lambda **o: coin().prompt(HEADS).fork(**o), n=(2, 3, lambda a, b: (len(a), len(b)) == (2, 3)))
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------------
+
+
+def said(*words: str) -> str:
+    from typer.testing import CliRunner
+
+    from replaylens.cli import app
+
+    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, list(words))
+    assert done.exit_code in (0, 1), done.output
+    return done.stdout
+
+
+def with_flags(*words: str) -> Callable[..., str]:
+    """A value that is a bool is a flag without a value."""
+
+    def call(**given: Any) -> str:
+        more = [
+            part
+            for flag, value in given.items()
+            for part in ([flag] if value is True else [] if value is False else [flag, str(value)])
+        ]
+        return said(*words, *more)
+
+    return call
+
+
+def dumped(**given: Any) -> Any:
+    folder = mkdtemp() + "/d"
+    with_flags("dump", "--out", folder, "--task", "coin", "--knob", "flips=2,4", "--knob", "rendering=steps", "--quiet")(
+        **{"--n": 2, "--drafter": "ngram", "--window": 3, **given}
+    )
+    return rl.Dump.open(folder)
+
+
+def flagged(name: str, call: Callable[..., Any], **given: Values) -> None:
+    effects(f"$ {name}", call, **{f"--{flag.replace('_', '-')}": values for flag, values in given.items()})
+
+
+flagged("tasks show", with_flags("tasks", "show", "coin"), n=(1, 3, lambda a, b: len(a) < len(b)))
+flagged(
+    "dump",
+    dumped,
+    n=(1, 3, lambda a, b: (a.index["example"].nunique(), b.index["example"].nunique()) == (1, 3)),
+    sites=(
+        "S",
+        "TC",
+        lambda a, b: (
+            {each.rsplit(".", 1)[0] for each in a.sites}.isdisjoint({each.rsplit(".", 1)[0] for each in b.sites})
+            or set(a.sites) != set(b.sites)
+        ),
+    ),
+)
+
+
+def unflagged(flag: str) -> Callable[..., Any]:
+    """The command without `--no-flag`, and with it."""
+    return lambda **o: dumped(**({} if o[f"--{flag}"] else {f"--no-{flag}": True}))
+
+
+flagged(
+    "dump", unflagged("rejected"), rejected=(True, False, lambda a, b: a.index["branch"].max() > 0 == b.index["branch"].max())
+)
+flagged(
+    "dump",
+    unflagged("probabilities"),
+    probabilities=(True, False, lambda a, b: a.index["logprob"].notna().sum() > 0 == b.index["logprob"].notna().sum()),
+)
+flagged(
+    "dump",
+    lambda **o: dumped(**{"--temperature": 9.0, **o}),
+    seed=(1, 2, lambda a, b: a.index["token"].tolist() != b.index["token"].tolist()),
+)
+flagged(
+    "dump",
+    dumped,
+    model=("coin-plain", "coin-draft", lambda a, b: a.manifest.fingerprint.weights != b.manifest.fingerprint.weights),
+)
+
+
+# ---- results that are kept --------------------------------------------------------------------------------------------------
+
+
+def stored(**given: Any) -> Any:
+    run = coin().replay(tasks.get("coin")(flips=(1, 2)).examples(2), sites="S")
+    return run.save(Path(mkdtemp()) / "d", **given)
+
+
+effects(
+    "rl.Run.save",
+    stored,
+    dtype=(
+        None,
+        "bfloat16",
+        lambda a, b: (a.to_torch("S", 1).dtype, b.to_torch("S", 1).dtype) == (torch.float32, torch.bfloat16),
+    ),
+    positions=("all", "last", lambda a, b: len(b) == 2 < len(a)),
+    probabilities=(True, False, lambda a, b: a.index["logprob"].notna().any() and not b.index["logprob"].notna().any()),
+)
+effects(
+    "rl.Dump.feed",
+    lambda **o: [
+        each["row"].tolist()
+        for each in dump().feed("blocks.1.hook_in", **{"batch_size": 9, "epochs": 1, "drop_last": False, **o})
+    ],
+    batch_size=(7, 8, lambda a, b: (len(a[0]), len(b[0])) == (7, 8)),
+    seed=(1, 2, lambda a, b: a != b and sorted(np.concatenate(a)) == sorted(np.concatenate(b))),
+    drop_last=(False, True, lambda a, b: 0 < len(a[-1]) < 9 and {len(each) for each in b} == {9}),
+)
+
+
+def filtered(filters: dict[str, Any]) -> int:
+    return len(rl.Dump(dump().files, filters=dump().where(**filters).filters))
+
+
+effects("rl.Dump", filtered, filters=({}, {"example": 1}, lambda a, b: b < a))
+effects(
+    "rl.Sampling",
+    lambda **o: rl.Sampling(**o).choose(np.array([0.0, 1.0, 0.9]), [1, 1], 1),
+    presence_penalty=(0.0, 0.5, lambda a, b: (a, b) == (1, 2)),
+)
+effects(
+    "rl.Sampling",
+    lambda **o: rl.Sampling(**o).stop_tokens,
+    stop_tokens=((3,), (4, 5), lambda a, b: (tuple(a), tuple(b)) == ((3,), (4, 5))),
+)
+effects(
+    "rl.Engine.logits_under",
+    lambda **o: coin().logits_under(HEADS, [[]], **o),
+    tokens=([" heads"], [" tails", " heads"], lambda a, b: a.shape[-1] == 1 and torch.equal(a[..., 0], b[..., 1])),
+)
+effects(
+    "rl.integrated_gradients",
+    lambda **o: rl.integrated_gradients(coin(), HEADS, TAILS, PAIR, steps=2, **o).sites,
+    site=("blocks.0.hook_in", "blocks.1.hook_in", lambda a, b: (a, b) == (("blocks.0.hook_in",), ("blocks.1.hook_in",))),
+)
+effects("rl.patch", lambda **o: rl.patch(coin(), HEADS, TAILS, layers=[1], positions=[4], **o), metric=(PAIR, " tails", differ))
+effects(
+    "rl.path_patch",
+    lambda **o: rl.path_patch(coin(), HEADS, TAILS, receivers=[(2, 0)], into="v", **o),
+    metric=(PAIR, " tails", differ),
+)
+effects(
+    "rl.ablate",
+    lambda **o: rl.ablate(coin(), [HEADS, TAILS], metric=[PAIR, PAIR[::-1]], heads=[(1, 3)], **o).ablated,
+    positions=([-1], [4], lambda a, b: not torch.equal(a, b)),
+)
+effects(
+    "rl.SparseFeatures.generate",
+    lambda **o: held(**{"scale": dict.fromkeys(range(48), 9.0), **o}),
+    positions=([2], [4], differ),
+)
+
+
+def read_back(**given: Any) -> list[int]:
+    branch = coin().prompt(HEADS, sites="S")
+    return list(sparse().generate(branch, 3, ablate=[3], **given).generated)
+
+
+effects("rl.SparseFeatures.generate", read_back, sampling=(None, HOT, lambda a, b: a != b))
+effects(
+    "rl.Edit",
+    lambda **o: coin().logits(HEADS, edits=[rl.Edit("S", "add", numbers(3, 128) * 5, layers=[1], positions=[4], **o)]),
+    keep_norm=(False, True, lambda a, b: not torch.equal(a, b)),
+)
+effects(
+    "rl.probes.ratio_over_groups",
+    lambda **o: p.ratio_over_groups(np.abs(X)[None] / 3, np.abs(X) + 0.5, CODES // 3, least=-9.0, **o),
+    folds=(1, 5, narrower),
+)
+effects("rl.Rollouts.settled", lambda **o: of_rollouts().settled(**o), alpha=(0.001, 0.9, differ))
+
+
+@cache
+def of_rollouts() -> Any:
+    chain = coin().prompt("A coin's state is heads.").force(" Alice flips. Bob flips. What's the state? A: heads.")
+    return chain.resample(12, at=[9, 12], max_new=8, answer=rl.Answer.regex("heads|tails"))
+
+
+# ---- the rest ---------------------------------------------------------------------------------------------------------------
+
+effects(
+    "rl.Conversation.generate",
+    lambda **o: generated(**{"drafter": "lens", **o}).statistics.drafted,
+    window=(1, 4, lambda a, b: a == 0 < b),
+)
+effects("rl.Conversation.generate", lambda **o: generated(drafter="forced", **o), drafts=({13: [[7]]}, {13: [[7, 8]]}, differ))
+
+
+def generated(**given: Any) -> Any:
+    held = talk(sites="S", keep_rejected=True)
+    if "drafts" in given:
+        given["drafts"] = {held.branch.length: next(iter(given["drafts"].values()))}
+    held.generate(4, **given)
+    return held.branch
+
+
+effects(
+    "rl.Conversation.generate",
+    lambda **o: pages(generated(drafter="forced", drafts={0: [[7, 8]]}, **o)),
+    keep_pages=(False, True, lambda a, b: b > a),
+)
+
+
+def question(name: str, **fixed: Any) -> Callable[..., Any]:
+    return lambda **o: getattr(p, name)(sites_dump(), **{**fixed, **o})
+
+
+effects(
+    "rl.probes.transfer",
+    question("transfer", label="face", layers=[3], folds=3, estimator="ridge"),
+    layers=([3], [2], differ),
+    estimator=("ridge", "lda", differ),
+    label=("face", "parity", differ),
+)
+effects(
+    "rl.probes.transfer_across",
+    across,
+    layers=([3], [2], differ),
+    fit_on=("a", "c", differ),
+    test_on=("b", "c", differ),
+    position=("query", "all", differ),
+)
+effects("rl.probes.judge", lambda **o: p.judge(sites_dump(), layers=[1], folds=3, **o), draft_layer=(2, 3, differ))
+effects("rl.probes.outcome_at_fork", question("outcome_at_fork", layers=[3], folds=3), sites=("S", "C", differ))
+effects(
+    "rl.probes.viable_branch",
+    lambda **o: p.viable_branch(wrong_run(), layers=[3], folds=3, **{"estimator": "ridge", **o}),
+    estimator=("ridge", "lda", differ),
+)
+effects("rl.probes.text_or_truth", lied, layers=([3], [2], differ), lie_at=(1, 2, differ))
+effects(
+    "rl.probes.amnesic",
+    lambda **o: p.amnesic(
+        coin(), coin_run(), others(), **{"label": "face", "layers": [3], "erasers": "leace", "placebos": 1, **o}
+    ),
+    layers=([3], [2], differ),
+    placebos=(1, 3, differ),
+    label=("face", "parity", differ),
+)
+effects("rl.probes.steering_reach", reach, placebos=(1, 3, differ), seed=(1, 2, differ))
+effects(
+    "rl.probes.steer",
+    lambda **o: p.steer(coin(), probe_of(), others(), **{"placebos": 1, **o}),
+    placebos=(1, 3, differ),
+    seed=(1, 2, differ),
+    position=("query", "step", differ),
+)
+effects("rl.probes.ablate", lambda **o: p.ablate(coin(), probe_of(), others(), **o), placebos=(1, 3, differ))
+effects(
+    "rl.probes.fit_probe",
+    lambda **o: p.fit_probe(rows(), **{"label": "topic", "layer": 1, "position": "all", "estimator": "ridge", **o}).weight,
+    estimator=("ridge", "mass-mean", differ),
+    position=("all", "1", differ),
+)
+effects(
+    "rl.probes.fit_probe",
+    lambda **o: p.fit_probe(rows(), "topic", layer=1, position="all", shuffled=True, **o).weight,
+    seed=(1, 2, differ),
+)
+effects(
+    "rl.probes.fit_streaming",
+    streamed,
+    position=("all", "query", differ),
+    sites=("S", "C", lambda a, b: all(key[0] != other[0] for key in a for other in b) or set(a).isdisjoint(b)),
+)
+effects(
+    "rl.probes.forced_rows",
+    lambda **o: p.forced_rows(coin(), others(), [" heads."] * 6, **o).frame,
+    more=(0, 2, lambda a, b: len(a) < len(b)),
+)
+effects(
+    "rl.probes.forced_rows",
+    lambda **o: p.forced_rows(coin(), others(), [" heads."] * 6, **o).source.sites(),
+    sites=("S", "C", lambda a, b: (list(a), list(b)) == (["S"], ["C"])),
+)
+effects(
+    "rl.probes.with_features",
+    lambda **o: p.with_features(small_run(), sparse(), **o).matrix("features", None).shape[1],
+    columns=([1], [1, 5], lambda a, b: (a, b) == (1, 2)),
+)
+effects(
+    "rl.probes.ProbeRows.target",
+    lambda **o: sized().target("size", **o).kind,
+    kind=("class", "number", lambda a, b: (a, b) == ("class", "number")),
+)
+effects(
+    "rl.probes.ProbeRows.of_arrays",
+    lambda **o: (
+        p.ProbeRows.of_arrays(np.zeros((6, 2)), {"y": np.arange(6) % 2}, groups=np.arange(6) // 3, **o)
+        .frame["example"]
+        .nunique()
+    ),
+    prompts=(np.arange(6) // 3, np.arange(6), lambda a, b: (a, b) == (2, 6)),
+)
+effects(
+    "rl.probes.Report.best",
+    lambda **o: two_labels().best("topic", **o)["estimator"],
+    where=({"estimator": "ridge"}, {"estimator": "mass-mean"}, lambda a, b: (a, b) == ("ridge", "mass-mean")),
+)
+effects(
+    "rl.probes.Report.save",
+    lambda **o: len(list(two_labels().save(Path(mkdtemp()) / "r", **o).iterdir())),
+    figures=(False, True, lambda a, b: a < b),
+)
+
+
+def sized() -> Any:
+    return p.ProbeRows.of_arrays(np.zeros((6, 2)), {"size": np.arange(6) % 3}, groups=np.arange(6))
+
+
+def swept(**given: Any) -> Any:
+    fixed: dict[str, Any] = dict(layers=[1], positions="all", estimators="ridge", permutations=0, folds=3)
+    return p.sweep(rows(), "topic", **{**fixed, **given})
+
+
+effects(
+    "rl.probes.sweep",
+    swept,
+    estimators=(
+        "ridge",
+        "mass-mean",
+        lambda a, b: (set(a.table["estimator"]), set(b.table["estimator"])) == ({"ridge"}, {"mass-mean"}),
+    ),
+    permutations=(19, 39, differ),
+)
+effects(
+    "rl.Engine.run_with_cache",
+    lambda **o: sorted(coin().run_with_cache(HEADS, **o)[1].keys()),
+    names_filter=(
+        "blocks.1.hook_in",
+        "blocks.2.hook_in",
+        lambda a, b: "blocks.1.hook_in" in a and "blocks.1.hook_in" not in b and "blocks.2.hook_in" in b,
+    ),
+)
+effects(
+    "rl.Engine.run_with_cache",
+    lambda **o: coin().run_with_cache(HEADS, names_filter="blocks.1.hook_in", return_type="loss", **o)[0],
+    loss_per_token=(False, True, lambda a, b: (a.ndim, b.ndim) == (0, 2)),
+)
+effects(
+    "rl.Engine.run_with_cache",
+    lambda **o: talk().engine.run_with_cache("ab", names_filter="blocks.1.hook_in", **o)[0].shape[1],
+    prepend_bos=(False, True, lambda a, b: (a, b) == (2, 3)),
+)
+effects(
+    "rl.Engine.run_with_hooks",
+    lambda **o: coin().run_with_hooks(HEADS, **o),
+    return_type=("logits", "loss", lambda a, b: (a.ndim, b.ndim) == (3, 0)),
+)
+effects(
+    "rl.Engine.prompts",
+    lambda **o: coin().prompts([HEADS], **o)[0],
+    hooks=((), [("blocks.1.hook_in", lambda x, hook: x * 0)], lambda a, b: (a.certified, b.certified) == (True, False)),
+)
+effects(
+    "rl.Answer.function",
+    lambda **o: rl.Answer.function(len, **o),
+    stop=(False, True, lambda a, b: (a.stop, b.stop) == (False, True)),
+)
+
+
+# ---- tests ----------------------------------------------------------------------------------------------------------------
+
+
+def holds(name: str, option: str) -> bool:
+    call, (one, other, as_it_should) = EFFECTS[name, option]
+    kind = option in ("fields", "conditions", "details", "where")
+    give = (lambda value: call(**value)) if kind else (lambda value: call(**{option: value}))
+    return bool(as_it_should(give(one), give(other)))
+
+
+LONG = (
+    "steering_reach", "text_or_truth", "transfer", "transfer_across", "ablate", "judge", "amnesic", "interchange", "steer",
+    "outcome_at_fork", "find_direction", "viable_branch", "untrained_rows", "AttentiveProbe",
+)  # fmt: skip
+"""calls of probes that take half a second"""
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        pytest.param(*pair, marks=pytest.mark.slow if pair[0].removeprefix("rl.probes.") in LONG else (), id=" ".join(pair))
+        for pair in EFFECTS
+    ],
+)
+def test_an_option_does_what_it_should(name: str, option: str) -> None:
+    """And what is predicted does not hold where the option is ignored."""
+    assert holds(name, option)
+    with ignored(name, option):
+        try:
+            noticed = not holds(name, option)
+        except Exception as error:
+            noticed = not isinstance(error, NameError | ImportError)
+    assert noticed, "the prediction holds without the option too"
+
+
+def test_no_option_is_missing() -> None:
+    """Each is in one place: in the table above, among the tests that notice it, or among the reasons."""
+    known, there = options.read(), {(name, option) for name, given in options.options().items() for option in given}
+    named = {(name, option) for name, own in known.items() for option in own}
+    for pair in there:
+        assert pair in EFFECTS or pair in named or reason(*pair) is not None, f"{' '.join(pair)}: see tests.options"
+    assert EFFECTS.keys() | named <= there and not EFFECTS.keys() & named
+    assert sum(test is None for own in known.values() for test in own.values()) <= UNKNOWN
+
+
+def test_the_tests_of_options_are_there() -> None:
+    """They exist and are not slow."""
+    names = {name for name, slow, *_ in options._tests() if not slow}
+    assert {test for own in options.read().values() for test in own.values() if test} <= names
+
+
+def test_what_is_ignored_is_noticed_and_the_detour_is_not() -> None:
+    """Negative control of the way in which options are ignored."""
+    noticed = {}
+    for does in (True, False):
+        with ignored("rl.Sampling", "seed", does):
+            noticed[does] = rl.Sampling(seed=3).seed != 3
+    assert noticed == {True: True, False: False}
