@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -325,12 +325,13 @@ class PagePool:
         """Mutates: `who`, the owner of the table, waits for others to let go of its last page. Returns the place to take it out
         of if it no longer does. Precondition: the table has pages."""
         run = table.last_run
+        place: dict[Any, None]
         if run is None:
             place = self._parked.setdefault(table.pages[-1], {})
         else:
             place = run.parked = {} if run.parked is None else run.parked
         place[who] = None
-        return place  # type: ignore[return-value]
+        return place
 
     def together(self, table: PageTable) -> list[int]:
         """All who hold the table's last page, if all are parked; then dropping it frees it. Else nobody."""
