@@ -14,6 +14,7 @@ import torch
 
 import replaylens as rl
 from replaylens.commands import probe as command
+from replaylens.commands.training import Changes, changed_thinking
 from replaylens.engine.dump import feed as feeds
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
@@ -21,8 +22,11 @@ from replaylens.engine.dump.verify import verify
 from replaylens.engine.errors import ModelMismatch
 from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.lens.lens import LensSpec, statistics
-from replaylens.engine.model import check
+from replaylens.engine.model import check, gguf
+from replaylens.engine.proof import certificates
 from replaylens.engine.thinking.thoughts import Thought
+from replaylens.engine.training import embedded_thinking as thinking_zoo
+from replaylens.engine.training.thinking import METHODS
 from replaylens.kernels import definition
 from replaylens.probes.estimators import SparseProbe
 from replaylens.probes.forks.outcome_probe import GAIN, LOSS, _say
@@ -426,6 +430,62 @@ def test_requests_are_seeded_by_their_place_in_the_list(engine: rl.Engine) -> No
     hot = [rl.Sampling(temperature=4.0, seed=7 + i) for i in range(5)]
     alone = [engine.prompt(each).generate(4, sampling=own).generated_text for each, own in zip(prompts, hot, strict=True)]
     assert found == alone and len(set(found)) > 3
+
+
+# ---- monitors, certificates, recipes --------------------------------------------------------------------------------------
+
+
+def test_a_score_stops_above_its_limit_and_not_at_it(engine: rl.Engine) -> None:
+    run = engine.replay(coins(flips=(1, 3)).examples(20), sites="S")
+    probe = rl.probes.fit_probe(run, "face", layer=3, position="query", estimator="mass-mean")
+    watch, prompt = engine.watch({"face": probe}), "A coin's state is heads. Alice flips."
+    free = watch.prompt(prompt)
+    free.generate(4)
+    highest = np.float32(watch.scores(free)["face"][free.length - 4 :].max())
+    for limit, stops in ((highest, False), (np.nextafter(highest, np.float32(-np.inf)), True)):
+        branch = watch.prompt(prompt)
+        watch.generate([branch], 4, stop={"face": float(limit)})
+        assert (branch.length < free.length) is stops
+
+
+def test_a_model_is_examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is on the disk, what the examination gives is stored and remembered; where something is, it is read."""
+    asked: list[str] = []
+    monkeypatch.setattr(certificates, "_EXAMINED", {})
+    monkeypatch.setattr(certificates, "_key", lambda model: model.key)
+    monkeypatch.setattr(certificates, "_from_disk", lambda key: "read" if key == "known" else None)
+    monkeypatch.setattr(certificates, "_to_disk", lambda key, made: f"stored {made}")
+    monkeypatch.setattr(certificates, "_first_examination", lambda model: asked.append(model.key) or "made")
+    monkeypatch.setattr(certificates.doctor, "require", lambda made: made)
+    model = lambda key: SimpleNamespace(key=key, device=SimpleNamespace(type="cuda"))  # noqa: E731
+    found: Any = [certificates.certificate_for(model(key)) for key in ("new", "new", "known")]
+    assert found == ["stored made", "stored made", "read"] and asked == ["new"]
+
+
+def test_numbers_of_a_file_keep_their_precision() -> None:
+    """float32 as the shortest decimal that means it, float64 in full, text and whole numbers as they are."""
+    field = lambda value, kind: SimpleNamespace(contents=lambda: value, types=[SimpleNamespace(name=kind)])  # noqa: E731
+    third = 1 / 3
+    assert gguf._value(field(float(np.float32(1e-6)), "FLOAT32")) == 1e-06
+    assert gguf._value(field(third, "FLOAT64")) == third and gguf._value(field("x", "STRING")) == "x"
+
+
+def test_noise_explains_nothing_of_an_outcome(engine: rl.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R2 is against the mean of the outcomes: rows of noise have none."""
+    task = coins(flips=(2, 4), rendering="steps", seed=2)
+    rows = rl.probes.ProbeRows.of(engine.replay(task.examples(40), sites="S"))
+    noise = lambda self, site, layer=None: np.random.default_rng(len(self)).normal(size=(len(self), 3))  # noqa: E731
+    monkeypatch.setattr(rl.probes.ProbeRows, "matrix", noise)
+    table = rl.probes.outcome_at_fork(rows, layers=[3], folds=3).table
+    own = table[table["metric"].eq("r2") & table["site"].eq("S")]["accuracy"]
+    assert len(own) and (own < 0.2).all()
+
+
+def test_a_recipe_of_another_method() -> None:
+    recipe = thinking_zoo.recipe("coin-thinking")
+    other = next(each for each in METHODS if each != recipe.method)
+    assert changed_thinking(recipe, Changes(method=other)).method == other
+    assert changed_thinking(recipe, Changes(longest=3)).method == recipe.method
 
 
 # ---- one value on every machine -------------------------------------------------------------------------------------------

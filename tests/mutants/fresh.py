@@ -27,7 +27,7 @@ _LEFT_OUT = ("cuda", "engine/cluster.py", "engine/training", "commands/train.py"
 _OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
           ast.And: ast.Or, ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Is: ast.IsNot,
           ast.IsNot: ast.Is}  # fmt: skip
-_NO_EFFECT = ("strict", "progress", "stacklevel", "fmt")
+_NO_EFFECT = ("strict", "progress", "stacklevel", "fmt", "missing_ok")
 """arguments that only check, or draw a bar"""
 _CALLS = {"min": "max", "max": "min", "sorted": "list", "any": "all", "all": "any"}
 
@@ -88,6 +88,8 @@ class _Change(ast.NodeTransformer):
             return node
         if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.AnnAssign) and self.inside:
             return node  # words of errors, and types
+        if isinstance(node, ast.keyword) and node.arg in _NO_EFFECT:
+            return node
         change = _changed(node) if self.inside else None
         if change is not None:
             self.seen += 1
