@@ -37,14 +37,14 @@ def free_memory() -> int:
     old = (GROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     for folder, most, used, copies in (*names, old):
         with suppress(OSError, ValueError, KeyError):  # "max" is no limit
-            limit, taken = (int((folder / name).read_text()) for name in (most, used))
+            limit, taken = (int((folder / name).read_text(encoding="utf-8")) for name in (most, used))
             free.append(limit - taken + int(_table(folder / "memory.stat")[copies]))
     return max(0, min(free))
 
 
 def _table(file: Path) -> dict[str, str]:
     """The first two words of each line."""
-    return {words[0]: words[1] for line in file.read_text().splitlines() if len(words := line.split()) > 1}
+    return {words[0]: words[1] for line in file.read_text(encoding="utf-8").splitlines() if len(words := line.split()) > 1}
 
 
 def free_disk(path: str | Path) -> int:
@@ -59,7 +59,7 @@ def _limits(unified: str, *apart: str) -> list[list[str]]:
     limits = []
     for files in (*([group / unified] for group in _groups()), [GROUPS / each for each in apart] if OWN_GROUP.exists() else []):
         with suppress(OSError):
-            words = [word for file in files for word in file.read_text().split()]
+            words = [word for file in files for word in file.read_text(encoding="utf-8").split()]
             if words and all(word.isdigit() for word in words):  # "max" and -1 are none
                 limits.append(words)
     return limits
@@ -68,7 +68,7 @@ def _limits(unified: str, *apart: str) -> list[list[str]]:
 def _groups() -> list[Path]:
     """The control group of this process, and those that it is in."""
     try:
-        lines = OWN_GROUP.read_text().splitlines()
+        lines = OWN_GROUP.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     own = GROUPS / next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")

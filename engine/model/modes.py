@@ -70,10 +70,29 @@ def plain() -> AbstractContextManager[object]:
     Tensors that are made within are ordinary ones: they can be changed later, and autograd can save them.
     """
     intercepted = _C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or _C._functorch.maybe_current_level()
-    entered = torch.is_inference_mode_enabled() or _C._is_any_autocast_enabled()
+    entered = torch.is_inference_mode_enabled() or (_C._is_any_autocast_enabled() and not Autocast.own.entered)
     if intercepted or entered or flushes() or rounds_away() or _read() != _PROCESS_MODES or _errors_are_raised():
         return _left()
     return _NOTHING
+
+
+class _Own(threading.local):
+    entered = 0
+
+
+class Autocast(torch.autocast):
+    """torch's autocast, entered by the package: no mode of the caller, so that calls within stay in it. Losses of a bfloat16
+    training had left it, and were float32."""
+
+    own = _Own()
+
+    def __enter__(self) -> Any:
+        self.own.entered += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self.own.entered -= 1
+        return super().__exit__(*error)
 
 
 _NOTHING = nullcontext()
@@ -82,7 +101,7 @@ _AUTOCAST = ("cpu", "cuda")
 
 @contextmanager
 def _left() -> Iterator[None]:
-    autocast = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
+    autocast = [device for device in _AUTOCAST if torch.is_autocast_enabled(device) and not Autocast.own.entered]
     with (
         arithmetic(),
         temporarily_clear_interpreter_stack(),

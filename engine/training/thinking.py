@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from replaylens.engine.errors import BadRecipe, BadRequest, BadThought
 from replaylens.engine.model import loading as weights
+from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.terminal import pause_collector
@@ -479,9 +480,9 @@ def follow(
     return trainer.follow(recipe, model, steps, device, state, save_every, after_step)
 
 
-def arithmetic(precision: Precision, device: str) -> torch.autocast:
+def arithmetic(precision: Precision, device: str) -> modes.Autocast:
     """A context in which PyTorch computes in this precision."""
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
+    return modes.Autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def left_out(step: int, chunks: int) -> int:

@@ -32,6 +32,7 @@ engine.model.config engine.model.decoder engine.model.family engine.model.famili
 engine.model.mixers engine.model.modes engine.model.ops engine.model.sites.layer_of
 engine.lens.lens.KnownLenses engine.lens.lens.log_softmax engine.lens.lens.read_there engine.lens.lens.statistics
 engine.request.placed engine.request.scores engine.request.values engine.request.edits.listed
+engine.request.edits.BatchHook engine.request.edits.NamedHook
 engine.request.capture.CaptureSpec engine.request.capture.Chunk engine.request.capture.Joined
 engine.request.capture.PassTap engine.request.capture.PositionSlice engine.request.capture.RowSlice
 engine.request.sampling.Sampling.bare engine.request.sampling.Sampling.plain_greedy

@@ -853,6 +853,7 @@ def test_options_of_steer(calls: Calls, tmp_path: Path, test: str) -> None:
 def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
     branch = SimpleNamespace()
     drawn = rollouts()
+    drawn.plan.to_json = dict  # type: ignore[method-assign]
     seen: list[tuple[int, dict[str, Any]]] = []
     branch.resample = lambda n, **options: (seen.append((n, options)), drawn)[1]
     calls.replace("replaylens.engine.engine.Engine.load", "the engine")
@@ -865,13 +866,13 @@ def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
     }  # fmt: skip
     assert seen == [(20, usual)] and calls.made["chain_of"] == (("the engine", "A coin.", ""), {})
     assert (
-        calls.made["load"] == (("coin-plain",), {"device": "cpu", "dtype": None, "cache_tokens": 8192})
+        calls.made["load"] == (("coin-plain",), {"device": "cpu", "dtype": None, "cache_tokens": None})
         and "_write_dump" not in calls.made
     )
     assert said == [
         "position\theads\ttails\tno answer\ttext", f"4\t0.000\t0.667\t0.333\t{SENTENCE[:60]!r}",
         "9\t1.000\t0.000\t0.000\t'Bob $waits$.'",
-        "15\t0.667\t0.000\t0.333\t''", f"{tmp_path}/r: 9 rollouts, 0 rows kept", f"digest {drawn.digest}",
+        "15\t0.667\t0.000\t0.333\t''", f"{tmp_path}/r: 9 rollouts, 0 rows kept", str(drawn.identifier),
     ]  # fmt: skip
     seen.clear()
     out = told(
@@ -894,6 +895,7 @@ def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
     facts = {
         "path": f"{tmp_path}/r",
         "digest": drawn.digest,
+        "identifier": str(drawn.identifier),
         "rollouts": 9,
         "positions": [4, 9, 15],
         "outcomes": counts.outcomes,
