@@ -325,7 +325,7 @@ class PagePool:
         """Mutates: `who`, the owner of the table, waits for others to let go of its last page. Returns the place to take it out
         of if it no longer does. Precondition: the table has pages."""
         run = table.last_run
-        place: dict[Any, None]
+        place: Any
         if run is None:
             place = self._parked.setdefault(table.pages[-1], {})
         else:
