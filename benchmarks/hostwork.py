@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Line, Lines, case
-from benchmarks.subjects import released
+from benchmarks.subjects import TINY_SHAPE, released
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -187,3 +187,56 @@ def forks(ways: tuple[str, ...] = tuple(FORK_WAYS)) -> Lines:
         roots = {at(length): planted(engine, length, sites) for length in FORK_LENGTHS}
         yield Line(name, {arm: lambda root=root: work(root) for arm, root in roots.items()}, per=FORKS)
         released(engine, roots.values())
+
+
+COUNTS = (100, 1_000, 10_000, 100_000)
+CACHES = {"cache_tokens=8192": 8192, "default cache": None}
+AIMS = {"cache_tokens=8192": "<= 2", "default cache": "<= 1.3"}
+
+
+def beside(count: int) -> str:
+    """The name of an arm."""
+    return f"{count} branches"
+
+
+def two_tokens(engine: Engine, root: Branch, count: int) -> None:
+    """Two tokens on each of `count` forks, together. As many forks in all whatever the count, up to a few thousand."""
+    for _ in range(max(1, COUNTS[1] // count)):
+        forks: list[Branch] = []
+        while len(forks) < count:
+            forks += root.fork(min(count - len(forks), 50_000))
+        engine.generate(forks, 2)
+        for fork in forks:
+            fork.release()
+
+
+@case(
+    "forks-cpu.many", ours=beside(COUNTS[-1]), baseline=beside(COUNTS[0]), others=tuple(map(beside, COUNTS[1:-1])),
+    cost=True, best=True, unit="us", rounds=2, warm=0, threads=1, quick={"counts": (100,), "models": ("tiny",)},
+)  # fmt: skip
+def many(counts: tuple[int, ...] = COUNTS, models: tuple[str, ...] = ("coin-plain", "tiny")) -> Lines:
+    """CPU time per token of two tokens on each of 100 to 100,000 forks of one prompt, forks and releases included, with the
+    default cache and with one that is full at once. Ratio: the time with 100,000 branches over that with 100."""
+    for model in models:
+        for cache, tokens in CACHES.items():
+            small = Decoder(TINY_SHAPE).initialize(0).requires_grad_(False) if model == "tiny" else None
+            engine = Engine.load(model, cache_tokens=tokens) if small is None else Engine(small, cache_tokens=tokens)
+            root = engine.prompt(list(range(2, 22)))
+            two_tokens(engine, root, 64)
+            rows = [0]
+            exact, fast = engine.runner.exact, engine.runner.fast
+
+            def counted(run: Callable[..., Any], rows: list[int], segments: list[Segment], *given: Any) -> Any:
+                rows[0] += sum(len(segment.tokens) for segment in segments)
+                return run(segments, *given)
+
+            engine.runner.exact = partial(counted, exact, rows)  # type: ignore[method-assign]
+            engine.runner.fast = partial(counted, fast, rows)  # type: ignore[method-assign]
+            arms = {beside(n): partial(two_tokens, engine, root, n) for n in counts}
+            per = {beside(n): 2.0 * n * max(1, COUNTS[1] // n) for n in counts}
+            found = yield Line(f"{model}, {cache}", dict(arms), per=per, aim=AIMS[cache])
+            found.note(
+                cache_tokens=engine.cache_tokens,
+                rows_per_token=rows[0] / sum(per.values()) / len(next(iter(found.row["times_s"].values()))),
+            )
+            released(engine, [root])
