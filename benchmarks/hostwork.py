@@ -201,7 +201,7 @@ def beside(count: int) -> str:
 
 def two_tokens(engine: Engine, root: Branch, count: int) -> None:
     """Two tokens on each of `count` forks, together. As many forks in all whatever the count, up to a few thousand."""
-    for _ in range(max(1, COUNTS[1] // count)):
+    for _ in range(max(1, 4 * COUNTS[1] // count)):
         forks: list[Branch] = []
         while len(forks) < count:
             forks += root.fork(min(count - len(forks), 50_000))
@@ -212,7 +212,7 @@ def two_tokens(engine: Engine, root: Branch, count: int) -> None:
 
 @case(
     "forks-cpu.many", ours=beside(COUNTS[-1]), baseline=beside(COUNTS[0]), others=tuple(map(beside, COUNTS[1:-1])),
-    cost=True, best=True, unit="us", rounds=2, warm=0, threads=1, quick={"counts": (100,), "models": ("tiny",)},
+    cost=True, best=True, unit="us", rounds=1, warm=0, threads=1, quick={"counts": (100,), "models": ("tiny",)},
 )  # fmt: skip
 def many(counts: tuple[int, ...] = COUNTS, models: tuple[str, ...] = ("coin-plain", "tiny")) -> Lines:
     """CPU time per token of two tokens on each of 100 to 100,000 forks of one prompt, forks and releases included, with the
@@ -233,7 +233,7 @@ def many(counts: tuple[int, ...] = COUNTS, models: tuple[str, ...] = ("coin-plai
             engine.runner.exact = partial(counted, exact, rows)  # type: ignore[method-assign]
             engine.runner.fast = partial(counted, fast, rows)  # type: ignore[method-assign]
             arms = {beside(n): partial(two_tokens, engine, root, n) for n in counts}
-            per = {beside(n): 2.0 * n * max(1, COUNTS[1] // n) for n in counts}
+            per = {beside(n): 2.0 * n * max(1, 4 * COUNTS[1] // n) for n in counts}
             found = yield Line(f"{model}, {cache}", dict(arms), per=per, aim=AIMS[cache])
             found.note(
                 cache_tokens=engine.cache_tokens,

@@ -16,6 +16,7 @@ The last inputs of the convolutions before a boundary go with its state (the `ta
 """
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +43,11 @@ class Move(NamedTuple):
 
 
 class Shelf:
-    """Rooms 1..count, each of at most one page; room 0 belongs to no page, and what is written there is never read."""
+    """Rooms 1..count, each of at most one page; room 0 belongs to no page, and what is written there is never read.
+
+    Rooms lie in heaps, so that the next one to be taken is found without a walk over all. What a heap says of a room may be
+    old: it is looked up when the room is popped.
+    """
 
     def __init__(self, count: int, pool: PagePool) -> None:
         self.pool, self.count = pool, count
@@ -53,38 +58,116 @@ class Shelf:
         self.used = np.full(count + 1, -1, np.int64)
         """room -> the step that last used it"""
         self.later = np.zeros(count + 1, np.int64)
+        self._next = 1
+        """the first room that was never taken"""
+        self._idle: list[int] = []
+        """a heap of rooms whose page was freed, or dropped"""
+        self._taken: list[tuple[int, int]] = []
+        """a heap of (when it counts as used, room), some of them no longer in `_listed`"""
+        self._going: list[tuple[int, int]] = []
+        """likewise, of rooms that the last step used: in this step they go last"""
+        self._aside: list[int] = []
+        """rooms that this step uses"""
+        self._listed: dict[int, int] = {}
+        """room -> its rank in a heap; it may have grown since"""
+        self._now, self._in_use = -1, set[int]()
+        """this step, and the rooms that it uses"""
         self.changed = False
         """whether `of` has changed since a device last got a copy of it"""
 
     def num_free(self, now: int) -> int:
         """Rooms that may be taken in step `now`: those that it does not use."""
-        return int((self.used[1:] != now).sum())
+        return self.count - (len(self._in_use) if now == self._now else 0)
 
     def touch(self, page: int, now: int) -> None:
         """Mutates: the page's room, if it has one, is used."""
-        self.used[self.of[page]] = now
+        if room := int(self.of[page]):
+            self._use(room, now)
+
+    def freed(self, page: int) -> None:
+        """Mutates: the page was freed, and its room, if it has one, is the next to be taken."""
+        if room := int(self.of[page]):
+            heappush(self._idle, room)
 
     def take(self, page: int, now: int, chunk: int = 0) -> tuple[int, int]:
         """(room, the page that lost it). Mutates: gives the page a room, unless it has one. 0: no page lost one."""
         room, lost = int(self.of[page]), 0
         if not room:
-            counts = self.pool._refcounts
-            idle = np.fromiter((counts[owner] == 0 for owner in self.page), bool, self.count + 1)  # page 0 has none
-            score = np.where(idle, -1, self.used + self.later + _GOES_ON * (self.used >= now - 1))
-            score[self.used == now] = np.iinfo(np.int64).max
-            score[0] = np.iinfo(np.int64).max
-            room = int(score.argmin())
+            self._begin(now)
+            room = self._idle_room() or self._oldest_room()
             lost = int(self.page[room])
             self.of[lost], self.of[page], self.page[room] = 0, room, page
             self.changed = True
-        self.used[room], self.later[room] = now, _LATER * ((chunk & -chunk).bit_length() - 1) if chunk else 0
+        self._use(room, now)
+        self.later[room] = _LATER * ((chunk & -chunk).bit_length() - 1) if chunk else 0
+        if self._listed.get(room, self._rank(room) + 1) > self._rank(room):
+            self._list(self._taken, room)
         return room, lost
+
+    def _list(self, waiting: list[tuple[int, int]], room: int) -> None:
+        self._listed[room] = self._rank(room)
+        heappush(waiting, (self._listed[room], room))
+
+    def _begin(self, now: int) -> None:
+        """Mutates: step `now` begins, unless it did."""
+        if now != self._now:
+            self._now = now
+            self._in_use.clear()
+            for room in (*self._aside, *(room for rank, room in self._going if self._listed.get(room) == rank)):
+                self._list(self._taken, room)
+            self._aside.clear()
+            self._going.clear()
+
+    def _use(self, room: int, now: int) -> None:
+        self._begin(now)
+        self.used[room] = now
+        self._in_use.add(room)
+
+    def _rank(self, room: int) -> int:
+        return int(self.used[room] + self.later[room])
+
+    def _idle_room(self) -> int:
+        """The first room that belongs to no page, or to a free one, and that this step does not use; 0: there is none."""
+        used, found = list[int](), 0
+        while self._idle and not found:
+            room = heappop(self._idle)
+            if self.page[room] and self.pool.refcount(int(self.page[room])):  # it was taken again
+                continue
+            if self.used[room] == self._now:
+                used.append(room)
+            else:
+                found = room
+        for room in used:
+            heappush(self._idle, room)
+        if not found and self._next <= self.count:
+            found, self._next = self._next, self._next + 1
+        return found
+
+    def _oldest_room(self) -> int:
+        """The room that counts as used longest ago. Precondition: this step does not use all."""
+        for waiting in (self._taken, self._going):
+            while waiting:
+                rank, room = heappop(waiting)
+                if self._listed.get(room) != rank:
+                    continue
+                del self._listed[room]
+                if self.used[room] == self._now:
+                    self._aside.append(room)
+                elif rank != self._rank(room):
+                    self._list(waiting, room)
+                elif waiting is self._taken and self.used[room] >= self._now - 1:
+                    self._list(self._going, room)
+                else:
+                    return room
+        raise InternalError("All rooms are used in this step. Ask `num_free` first.")
 
     def drop(self, page: int) -> None:
         """Mutates: the page has no room any more."""
         room = int(self.of[page])
         if room:
             self.of[page], self.page[room], self.used[room] = 0, 0, -1
+            self._in_use.discard(room)
+            heappush(self._idle, room)
             self.changed = True
 
     def check_integrity(self) -> int:
@@ -111,10 +194,18 @@ class Rooms:
         self.whole = np.zeros(pool.num_pages + 1, bool)
         """page -> whether its room has all entries, not only the restored tail"""
         self.now = 0
+        pool.freed = []
 
     def begin(self) -> None:
         """Mutates: a new step begins, and rooms that the last one used may be taken."""
         self.now += 1
+
+    def _look(self) -> None:
+        """Mutates: rooms of pages that were freed are free."""
+        for page in self.pool.freed or ():
+            self.entries.freed(page)
+            self.states.freed(page)
+        self.pool.freed = []
 
     def known(self, table: PageTable, length: int) -> int:
         """The last position up to `length` at which a row of the table can be computed."""
@@ -154,6 +245,7 @@ class Rooms:
 
     def take(self, table: PageTable, start: int, end: int, copies: Sequence[PageCopy]) -> list[Move]:
         """What must be copied. Mutates: gives rooms to the pages of rows [start, end), after `PagePool.reserve`."""
+        self._look()
         moves: list[Move] = []
         base, size, sources = start - start % CHUNK, self.size, {copy.target: copy for copy in copies}
         if start == end:

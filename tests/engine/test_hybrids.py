@@ -24,7 +24,7 @@ from replaylens.engine.errors import (
 )
 from replaylens.engine.memory.cache import RoomPlan, cache_bytes, kv_bytes, require_memory
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.memory.rooms import Rooms
+from replaylens.engine.memory.rooms import Rooms, Shelf
 from replaylens.engine.model.config import MixerConfig, ModelConfig
 from replaylens.engine.model.loading import load, weights_hash
 from replaylens.engine.request.edits import Edit
@@ -290,6 +290,70 @@ def test_a_page_written_in_part_has_no_entries_that_it_lost() -> None:
     rooms.entries.drop(table.pages[0])
     taken(rooms, table, 0, 6)
     assert rooms.known(table, 12) == 0
+
+
+class Walk(Shelf):
+    """Finds the room to be taken by a look at all, as the docstring of `rooms` says."""
+
+    def take(self, page: int, now: int, chunk: int = 0) -> tuple[int, int]:
+        room, lost = int(self.of[page]), 0
+        if not room:
+            free = lambda room: not self.page[room] or not self.pool.refcount(int(self.page[room]))  # noqa: E731
+            cost = lambda room: int(self.used[room] + self.later[room])  # noqa: E731
+            rank = lambda room: (-1, 0, room) if free(room) else (int(self.used[room] >= now - 1), cost(room), room)  # noqa: E731
+            room = min((room for room in range(1, self.count + 1) if self.used[room] != now), key=rank)
+            lost = int(self.page[room])
+            self.of[lost], self.of[page], self.page[room] = 0, room, page
+        self.used[room], self.later[room] = now, 256 * ((chunk & -chunk).bit_length() - 1) if chunk else 0
+        return room, lost
+
+    def touch(self, page: int, now: int) -> None:
+        self.used[self.of[page]] = now
+
+    def drop(self, page: int) -> None:
+        if room := self.of[page]:
+            self.of[page], self.page[room], self.used[room] = 0, 0, -1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rooms_are_taken_in_the_order_of_their_loss(seed: int) -> None:
+    """Pages that come and go, rooms that are used or dropped, and every room that is taken for another page."""
+    draw, pool, now = random.Random(seed), PagePool(60, 1), 1
+    pool.freed = []
+    shelves, tables, lost = (Shelf(24, pool), Walk(24, pool)), list[PageTable](), 0
+    for _ in range(900):
+        now += draw.random() < 0.3
+        if pool.num_free and draw.random() < 0.7:
+            tables.append(table := PageTable())
+            pool.reserve(table, 0, 1)
+        elif tables:
+            pool.release(tables.pop(draw.randrange(len(tables))))
+        for page in pool.freed:
+            shelves[0].freed(page)
+        pool.freed.clear()
+        for page in {table.pages[0] for table in draw.sample(tables, min(2, len(tables)))}:
+            if shelves[0].num_free(now) <= 1:
+                now += 1
+            what, chunk = draw.choice(["take", "take", "touch", "drop"]), draw.randrange(9)
+            found = [getattr(s, what)(page, *([] if what == "drop" else [now]), *([chunk] * (what == "take"))) for s in shelves]
+            assert found[0] == found[1]
+            lost += what == "take" and found[0][1] > 0
+            free = [int((shelf.used[1:] != now).sum()) for shelf in shelves]
+            assert free[0] == free[1] == shelves[0].num_free(now)
+    assert lost > 50 and shelves[0].check_integrity()
+
+
+def test_a_room_is_found_without_a_look_at_all() -> None:
+    """A path that grows by a page in every step, with rooms for 64 or 512 pages, all taken: looks at ranks per page."""
+    looks = list[float]()
+    for count in (64, 512):
+        shelf, seen = Shelf(count, PagePool(2048, 1)), [0]
+        rank = shelf._rank
+        shelf._rank = lambda room, rank=rank, seen=seen: seen.__setitem__(0, seen[0] + 1) or rank(room)  # type: ignore[method-assign]
+        for page in range(1, 1500):
+            shelf.take(page, page)
+        looks.append(seen[0] / 1500)
+    assert looks[1] <= looks[0] + 1 < 8
 
 
 def disturbed(each: int) -> bool:
