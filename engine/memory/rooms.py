@@ -28,8 +28,6 @@ from replaylens.kernels.definition import CHUNK
 
 _LATER = 256
 """steps by which a boundary of twice as many chunks counts as used later"""
-_GOES_ON = 1 << 40
-"""and what the last step used"""
 
 
 class Move(NamedTuple):
