@@ -273,6 +273,8 @@ class PagePool:
         """the pages that `keep` holds"""
         self.left: set[int] = set()
         """those of them that everybody else let go of since the index last looked"""
+        self.freed: list[int] | None = None
+        """pages that became free since `Rooms` last looked; None: nobody looks"""
         self._parked: dict[int, dict[int | PageRun, None]] = {}
         """page -> who ends with it and waits for its other owners"""
         self.heard: list[int] = []
@@ -321,11 +323,11 @@ class PagePool:
             fewest, first = fewest or sharers, first - 1
         return first
 
-    def park(self, table: PageTable, who: int) -> dict[int, None]:
+    def park(self, table: PageTable, who: int) -> dict[Any, None]:
         """Mutates: `who`, the owner of the table, waits for others to let go of its last page. Returns the place to take it out
         of if it no longer does. Precondition: the table has pages."""
         run = table.last_run
-        place: Any
+        place: dict[Any, None]
         if run is None:
             place = self._parked.setdefault(table.pages[-1], {})
         else:
@@ -440,6 +442,8 @@ class PagePool:
         self._refcounts[page] -= 1
         if self._refcounts[page] == 0:
             heappush(self._free, page)
+            if self.freed is not None:
+                self.freed.append(page)
         self._tell(page)
 
     def keep(self, page: int) -> None:
