@@ -10,6 +10,7 @@ Weights of other dtypes or on other devices are converted one block at a time, a
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -98,7 +99,8 @@ def _require_angles(config: ModelConfig, source: nn.Module) -> None:
 def _our_parts(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor) -> Iterator[tuple[str, ModelPart]]:
     """The decoder's parts, in order. Only one part at a time is converted to float32."""
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder.__new__(Decoder)
+        unwrap(Decoder.__init__)(model, config)  # a call would leave the meta device, and take memory
     model.load_state_dict(tensors, assign=True)
     yield EMBEDDING, lambda _: _embedding(model, tokens)
     for layer in range(config.num_layers):

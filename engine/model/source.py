@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from inspect import unwrap
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -192,7 +193,8 @@ class Filler:
         """device  several: layers are divided over them in proportion to their free memory; the rest is on the first
         packed  hold float32 weights as products read them, where they are packable; or give weights to a divider"""
         with torch.device("meta"):
-            self.model = Decoder(config)
+            self.model = Decoder.__new__(Decoder)
+            unwrap(Decoder.__init__)(self.model, config)  # a call would leave the meta device, and take memory
         self.dtype, self.device = dtype, device if isinstance(device, str) else device[0]
         if not isinstance(device, str):
             devices = [torch.device(each) for each in device]

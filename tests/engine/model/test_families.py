@@ -1,5 +1,6 @@
 """Every family beyond the first eight: its logits are Hugging Face's, and nothing that its config says is overlooked."""
 
+import inspect
 import json
 import re
 from dataclasses import replace
