@@ -74,8 +74,11 @@ def sync_folder(path: str | Path) -> None:
 
 def require_own(path: str | Path, ours: Ours) -> None:
     """BadRequest if there is a file that is not ours. An empty one is nobody's."""
+    there = Path(path)
+    if there.exists() and not (there.is_file() or there.is_dir()):  # reading a device or a pipe may never end
+        raise BadRequest(f"{str(path)[:200]} is a device or a pipe, not a file. Give another path.")
     try:
-        content = Path(path).read_bytes()
+        content = there.read_bytes()
     except FileNotFoundError:
         return
     except OSError as error:

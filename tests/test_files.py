@@ -468,3 +468,10 @@ def test_files_of_older_versions_are_read_and_said_to_be_unsealed(tmp_path: Path
     a_report(2).save(tmp_path)
     with warnings.catch_warnings(action="error"):
         LinearProbe.load(tmp_path / "probe"), Report.load(tmp_path)
+
+
+def test_devices_and_pipes_are_not_replaced(tmp_path: Path) -> None:
+    """A report at /dev/null had replaced the device."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadRequest, match="is a device or a pipe"):
+        files.require_own(tmp_path / "pipe", lambda content: True)
