@@ -15,7 +15,7 @@ from replaylens.engine.errors import no_such
 from replaylens.engine.replay.run import Run
 from replaylens.probes import intervals, registry, solvers
 from replaylens.probes.areas import area_of_classes, balanced_accuracy
-from replaylens.probes.controls import METRICS, Goal, make_goal
+from replaylens.probes.controls import METRICS, ZERO, Goal, make_goal
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.groups import independent
 from replaylens.probes.intervals import Estimate, ratio_over_groups
@@ -123,15 +123,17 @@ def _fill(
     out: HeldOutPredictions,
     jobs: int,
 ) -> None:
-    """Mutates `out`: the entries of rows in `test`."""
-    for kind, outputs in sorted({(goal.kind, goal.outputs) for goal in goals}):
-        which = [i for i, goal in enumerate(goals) if (goal.kind, goal.outputs) == (kind, outputs)]
+    """Mutates `out`: the entries of rows in `test`. A known zero of another kind than the estimator's is left out: nobody asked
+    for it by name."""
+    fitted = [i for i, goal in enumerate(goals) if goal.role != ZERO or goal.kind in spec.kinds]
+    for kind, outputs in sorted({(goals[i].kind, goals[i].outputs) for i in fitted}):
+        which = [i for i in fitted if (goals[i].kind, goals[i].outputs) == (kind, outputs)]
         same = [goals[i] for i in which]
-        numbers = is_regressor(spec.make())
-        if kind == "number" and not (numbers or spec.name in ("ridge", "ridge-cv")):
-            raise ProbeError(f"{spec.name} is a classifier, but label {same[0].label!r} is a number. Use ridge.")
-        if kind != "number" and numbers:
-            raise ProbeError(f"{spec.name} is a regressor, but label {same[0].label!r} has classes. Use a classifier.")
+        if kind not in spec.kinds:
+            what, holds, use = (
+                ("classifier", "is a number", "ridge") if kind == "number" else ("regressor", "has classes", "a classifier")
+            )
+            raise ProbeError(f"{spec.name} is a {what}, but label {same[0].label!r} {holds}. Use {use}.")
         if spec.swept == "together":
             scores = _together(spec.name, x, same, np.stack([train & goal.present for goal in same]), groups)
             _read(kind, outputs, scores, same, which, train, test, out, spec.name in ("logistic", "logistic-cv"))

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from sklearn.base import is_regressor
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neural_network import MLPClassifier
@@ -243,6 +245,13 @@ class Estimator:
     linear: bool = True
     inner: bool = False
     """whether it chooses its regularisation by inner folds, and so takes `groups` to keep together"""
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """What it predicts: class, number or both."""
+        if is_regressor(self.make()):
+            return ("number",)
+        return ("class", "number") if self.name in ("ridge", "ridge-cv") else ("class",)
 
 
 def _scaled(make: Callable[[], Any]) -> Callable[[], Any]:

@@ -26,7 +26,17 @@ from replaylens.engine.request.values import as_int, as_list, short_repr, verb
 from replaylens.engine.terminal import hidden
 from replaylens.probes import intervals, registry
 from replaylens.probes.checks import folds_and_seed, make_folder, names, once
-from replaylens.probes.controls import CONTROL, LABEL, Goal, goals_at, majority, make_goal, require_same_rows, untrained_rows
+from replaylens.probes.controls import (
+    CONTROL,
+    LABEL,
+    ZERO,
+    Goal,
+    goals_at,
+    majority,
+    make_goal,
+    require_same_rows,
+    untrained_rows,
+)
 from replaylens.probes.errors import (
     BadPosition,
     BadProbeFile,
@@ -492,6 +502,10 @@ class _Sweep:
         if here.num_torn:
             why = f"{here.num_torn} rows share their path with a row of another label, and no probe can read both"
             skipped.append(("counting equal rows once", why))
+        for goal in (each for each in goals if each.role == ZERO):
+            for estimator in settings.estimators:
+                if goal.kind not in registry.get(estimator).kinds:
+                    skipped.append((f"known zero {goal.label!r} with {estimator}", _UNFIT[goal.kind]))
         return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, here.copies)
 
     def _fill(self, place: SweepPosition, parts: SweepCache, bar: Any) -> None:
@@ -576,6 +590,10 @@ class _Sweep:
         dtype = torch.float64 if self.settings.precision == "double" else torch.float32
         stacked = torch.stack([torch.from_numpy(rows.matrix(cell.site, cell.layer)).to(dtype) for cell in batch])
         return stacked.to(self.settings.device)
+
+
+_UNFIT = {"class": "the label has classes, and it is a regressor", "number": "the label is a number, and it is a classifier"}
+"""kind of a goal -> why an estimator does not take it"""
 
 
 def _notes(places: Sequence[SweepPosition]) -> list[str]:

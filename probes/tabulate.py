@@ -175,6 +175,7 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
         for number, goal in enumerate(place.goals)
         if goal.role in (LABEL, ZERO)
         for estimator in settings.estimators
+        if goal.role == LABEL or goal.kind in registry.get(estimator).kinds
     ]
     main = [block for block in blocks if block.goal.role == LABEL]
     shared: dict[tuple[str, int], Shared] = {}

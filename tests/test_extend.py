@@ -145,6 +145,8 @@ class Nearest(ClassifierMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> "Nearest":
         self.classes_ = np.unique(y)
         noise = np.random.default_rng().normal(size=X.shape) if self.fault == "luck" else 0.0
+        if self.fault == "narrow" and X.shape[1] > 6:
+            raise ValueError("more than six columns")
         if self.fault == "input":
             X -= X.mean(0)
         self.means_ = np.stack([(X + 99 * noise)[y == name].mean(0) for name in self.classes_])
@@ -205,12 +207,29 @@ def test_a_regressor_takes_numbers_and_a_classifier_classes(registered: Callable
         sweep(rows, "size", positions="all", estimators=registered(LinearSVC))
 
 
+def test_a_default_sweep_leaves_out_known_zeros_of_another_kind(registered: Callable[..., str]) -> None:
+    """A regressor has no line for a known zero with classes, and the notes say so; classifiers beside it keep theirs."""
+    run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(40), sites="S")
+    name = registered(KNeighborsRegressor)
+    report = sweep(run, "steps", layers=[3], estimators=[name, "ridge"], positions="step", permutations=0)
+    assert [(line["label"], line["estimator"]) for line in report.lines] == [
+        ("steps", name),
+        ("steps", "ridge"),
+        ("next_action", "ridge"),
+        ("shuffled", "ridge"),
+    ]
+    for zero in ("next_action", "shuffled"):
+        said = f"Skipped known zero {zero!r} with {name} at position 'step': the label has classes, and it is a regressor."
+        assert said in report.notes
+
+
 @pytest.mark.parametrize(
     ("fault", "promise"),
     [
         ("", "scikit-learn's own checks pass"),
         ("luck", "the same rows give the same bits, and stay as they are"),
         ("input", "the same rows give the same bits, and stay as they are"),
+        ("narrow", "a sweep of a task runs, with its controls and known zeros"),
     ],
 )
 def test_a_fault_in_an_estimator_is_found(fault: str, promise: str, registered: Callable[..., str]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from sklearn.base import clone, is_regressor
+from sklearn.base import clone
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.pipeline import Pipeline
 from torch import Tensor
@@ -371,6 +371,7 @@ def _estimator(name: str) -> list[Promise]:
         promises.append(("scikit-learn's own checks pass", lambda: _scikit_learn(spec)))
     if spec.swept != "no":
         promises.append(("a sweep fits it, and it finds classes that are far apart", lambda: _swept(name)))
+        promises.append(("a sweep of a task runs, with its controls and known zeros", lambda: _swept_task(spec)))
     if spec.linear:
         promises.append(("its direction can be read", lambda: _direction(spec)))
     return promises
@@ -397,7 +398,7 @@ def _rows(classes: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _same_bits(spec: Estimator) -> Problems:
     X, y = _rows(2)
-    labels: Any = (y == "a").astype(float) if is_regressor(spec.make()) else y
+    labels: Any = (y == "a").astype(float) if "class" not in spec.kinds else y
     kept = X.copy()
     first, second = (clone(spec.make()).fit(X, labels) for _ in range(2))
     answer = "predict" if hasattr(first, "predict") else "transform"
@@ -419,11 +420,21 @@ def _swept(name: str) -> Problems:
 
     for classes in (2, 3):
         X, y = _rows(classes)
-        label: Any = X[:, 0] - X[:, 1] if is_regressor(ESTIMATORS[name].make()) else y
+        label: Any = X[:, 0] - X[:, 1] if "class" not in ESTIMATORS[name].kinds else y
         rows = ProbeRows.of_arrays(X, {"label": label}, groups=np.arange(len(X)) // 4)
         line = sweep(rows, "label", positions="all", estimators=name, permutations=0).lines[0]
         if line["accuracy"] < 0.9:
             yield f"A sweep gives {line['metric']} {line['accuracy']:.2f} for {classes} classes that are five deviations apart."
+
+
+def _swept_task(spec: Estimator) -> Problems:
+    from replaylens.probes.sweeps import sweep
+
+    run = Engine.load("coin-plain").replay(tasks.get("coin")(flips=(1, 3)).examples(40), sites="S")
+    label = "state" if "class" in spec.kinds else "steps"
+    found = {line["label"] for line in sweep(run, label, layers=[3], estimators=spec.name).lines}
+    if wanted := {label, *(["shuffled"] if "class" in spec.kinds else [])} - found:
+        yield f"The report has no line for {' and '.join(sorted(wanted))}."
 
 
 def _direction(spec: Estimator) -> Problems:
