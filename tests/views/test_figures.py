@@ -572,6 +572,40 @@ def test_an_arrow_leads_from_each_draft_to_the_verifiers_token() -> None:
         assert texts[f" d{name}"][1] == texts[f" v{name}"][1] and 0 < texts[f" d{name}"][1] - y < 8
 
 
+@pytest.mark.parametrize(("drafted", "kept"), [(3, 1), (3, 0), (4, 3), (2, 2), (1, 0), (11, 6)])
+def test_marks_and_brackets_of_a_verification(drafted: int, kept: int) -> None:
+    """By hand: the verifier gives one token for each draft and one more. It agrees up to the first mismatch, where it replaces
+    the draft. No tick stands at a rejected draft, and each mark is in the row and the bracket of the token that it is about."""
+    states = [TokenState.ACCEPTED] * kept + [TokenState.PENDING] + [TokenState.REJECTED] * (drafted - kept)
+    said = [Slot(f" v{i}", state, i) for i, state in enumerate(states, 1)]
+    chain = tuple(Slot(f" d{i}", TokenState.DRAFT, i, drafted=True) for i in range(1, drafted + 1))
+    checks = tuple(map(Check, (*chain, None), said))
+    slots = (Slot(" t", TokenState.ACCEPTED, 0), *chain)
+    frame = Frame(Phase.VERIFY, "", Fill(4, 0, drafted, pending=1), slots, checks)
+    drawn = list(ElementTree.fromstring(draw.document([frame], 30)).iter())
+    words = [(e.text or "", float(e.get("x", "")), float(e.get("y", ""))) for e in drawn if e.tag.endswith("text")]
+    row = {text: round((y - 15) / draw.STEP, 3) for text, _, y in words if text in {slot.text for slot in (*said, *slots)}}
+    first = row[" t"] + 1
+    assert [row[f" d{i}"] for i in range(1, drafted + 1)] == [row[f" v{i}"] for i in range(1, drafted + 1)]
+    marks = [(text, x, round((y - 16) / draw.STEP, 3)) for text, x, y in words if text in "✓✗"]
+    assert [text for text, _, _ in marks] == ["✓"] * (kept + 1) + ["✗"] * (drafted - kept)
+    assert [at for _, _, at in marks] == [first + i for i in range(drafted + 1)]
+    named = {text: x + draw.SMALL * len(text) for text, x, _ in words if re.fullmatch(r"T\d+( [=≠] T\d+′)?", text)}
+    assert all(x - 4 > max(named.values()) for _, x, _ in marks), "right of what they are about, and of its name"
+    compared = [f"T{i} = T{i}′" for i in range(1, kept + 1)] + [f"T{kept + 1} ≠ T{kept + 1}′"] * (kept < drafted)
+    assert sorted(name for name in named if "′" in name) == sorted(compared)
+    ends = [re.findall(r"[\d.]+", e.get("d", "")) for e in drawn if "h4V" in e.get("d", "")]
+    rows = [tuple(round((float(y) - over) / draw.STEP, 3) for y, over in ((a, 0), (b, draw.BOX))) for _, a, _, b, _ in ends]
+    whole = [(first, first + kept), (first + kept + 1, first + drafted)]
+    assert rows == whole[: 1 + (kept < drafted)]
+    assert [text for text, _, _ in words if text in ("accepted", "rejected")] == ["accepted", "rejected"][: len(rows)]
+    crosses = [float((e.get("d") or "")[1:].split("l")[0].split()[1]) for e in drawn if e.get("class") == "cross"]
+    struck = sorted([*range(kept, drafted), *range(kept + 1, drafted + 1)])  # drafts from the mismatch on, what follows them
+    assert sorted(round(y / draw.STEP - first, 3) for y in crosses) == struck
+    width = float(next(e.get("width", "") for e in drawn))
+    assert max(x + draw.SMALL * len(text) for text, x, _ in words if text in ("accepted", "rejected", "tokens")) <= width
+
+
 def test_what_neighbours_decode_is_checkered_until_the_round_ends() -> None:
     """Grey prompts, then checkered tokens beside the drafts, then plain ones."""
     looks = {}
@@ -599,14 +633,15 @@ def test_a_board_has_the_words_of_the_protocol() -> None:
     for words in ("deterministic request", "KV cache after prefill", "KV cache after decode", "KV cache after rollback"):
         assert texts.count(words) == 1
     assert (texts.count("accepted"), texts.count("rejected"), texts.count("tokens")) == (1, 1, 2)
-    assert (texts.count("✓"), texts.count("✗")) == (2, 2) and {"T1 = T1′", "T2 ≠ T2′", "T3", "T4"} <= set(texts)
+    assert (texts.count("✓"), texts.count("✗"), texts.count("verifier")) == (2, 2, 1)
+    assert {"T1 = T1′", "T2 ≠ T2′", "T3", "T4"} <= set(texts)
     caption = told.frames[3].caption
     assert caption.startswith("2 tokens accepted, 1 of them drafted, 2 drafts rejected; sequence and KV cache restored until")
     assert "the final accepted token (T2, whose KV is pending)" in caption and "final accepted" in " ".join(texts)
     verify = [e for e in drawn if e.get("transform")][2]
     crossed = sum(e.get("class") == "cross" for e in verify.iter())
     kinds = [e.get("class") for e in verify.iter() if e.get("height") == str(draw.BOX) and "edge" in e.get("class", "")]
-    assert crossed == 2 and kinds == [f"{kind} edge" for kind in (
+    assert crossed == 4 and kinds == [f"{kind} edge" for kind in (
         "prompt", "accepted", "draft", "draft", "draft", "accepted", "pending", "rejected", "rejected"
     )]  # fmt: skip
     ordinary_one = ordinary(recorded()).timeline().board()
@@ -647,7 +682,9 @@ def test_readers_who_cannot_see_a_board_are_told_of_it() -> None:
     assert title == [f"{told.title}: prefill, decode, verify, rollback"] and drawn.get("role") == "img"
     lines = desc[0].splitlines()
     assert [line.split(":")[0] for line in lines] == ["Prefill", "Decode", "Verify", "Rollback"]
-    assert f"T1′ {t[1]} (draft)" in lines[1] and f"verifier: T1 {t[1]} (accepted), T2 {t[2]} (accepted), T3" in lines[2]
+    assert f"T1′ {t[1]} (draft), T2′" in lines[1] and "rejected" not in lines[1]
+    assert f"verifier: T1 {t[1]} (accepted), T2 {t[2]} (accepted), T3" in lines[2]
+    assert f"T1′ {t[1]} (draft), T2′" in lines[2] and lines[2].count("(draft, rejected)") == 2
     assert lines[2].count("(rejected)") == 2 and "restored until the final accepted token (T2" in lines[3]
     pages = re.findall(r'<svg role="img" aria-label="([^"]*)"', told._repr_html_())
     assert len(pages) == len(told.frames) and [html.unescape(said) for said in pages[:4]] == lines
@@ -683,9 +720,6 @@ def test_the_verifiers_tokens_after_the_mismatch_are_crossed_out() -> None:
         ("✗", "T3", "rejected", f" {void[0]}"),
         ("✗", "T4", "rejected", f" {void[1]}"),
     ]
-    drawn = draw.document([verify], 12)
-    assert sum(e.get("class") == "cross" for e in ElementTree.fromstring(drawn).iter()) == 2
-    assert drawn.count("✗") == 2 and drawn.count("✓") == 2
 
 
 def test_the_free_token_is_checkered() -> None:

@@ -777,8 +777,8 @@ def test_paths_in_the_order_of_drawing() -> None:
 
 
 def test_frames_in_words() -> None:
-    fill = Fill(6, 2, 3, 1)
-    assert fill.total == 12 and fill.by_kind() == [("prompt", 6), ("accepted", 2), ("ordinary", 1), ("draft", 3)]
+    fill, named = Fill(6, 2, 3, 1, 5), ["prompt", "accepted", "ordinary", "pending", "draft"]
+    assert fill.total == 17 and fill.by_kind() == list(zip(named, (6, 2, 1, 5, 3), strict=True))
     assert Fill(0, 1).by_kind() == [("accepted", 1)]
     frames = [Frame(Phase.DECODE, "", Fill(6, 0, 3)), Frame(Phase.VERIFY, "", Fill(6, 2)), Frame(Phase.ACCEPT, "", Fill(6))]
     assert capacity(frames) == 9 and capacity([]) == 0

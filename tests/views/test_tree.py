@@ -301,7 +301,7 @@ def test_all_drafts_stand(t: list[int]) -> None:
     assert [frame.phase for frame in frames] == [Phase.PREFILL, Phase.DECODE, Phase.VERIFY, Phase.ACCEPT]
     prefill, decode, verify, accept = frames
     assert (prefill.kv, shown(prefill)) == (Fill(6), [("T0", ACCEPTED)]), "out of the canonical pass; its KV comes later"
-    assert decode.kv == verify.kv == Fill(6, 0, 4), "T0 and three drafts"
+    assert decode.kv == verify.kv == Fill(6, 0, 3, pending=1), "three drafts, and T0, whose KV the verifying pass computes"
     assert shown(decode) == [("T0", ACCEPTED), ("T1′", DRAFT), ("T2′", DRAFT), ("T3′", DRAFT)]
     assert [check.accepted for check in verify.checks] == [True, True, True, False]
     assert verify.checks[-1].draft is None and verify.checks[-1].verifier is not None
@@ -320,7 +320,7 @@ def test_a_draft_is_rejected(t: list[int]) -> None:
     said = [(check.accepted, check.void, check.verifier.text if check.verifier else None) for check in verify.checks]
     assert said[:2] == [(True, False, f" {t[1]}"), (False, False, f" {t[2]}")]
     assert [(accepted, void) for accepted, void, _ in said[2:]] == [(False, True)] * 2, "T3 and T4 follow a rejected draft"
-    assert (decode.kv, rollback.kv) == (Fill(6, 0, 4), Fill(6, 2))
+    assert (decode.kv, rollback.kv) == (Fill(6, 0, 3, pending=1), Fill(6, 2))
     assert shown(rollback) == [("T0", ACCEPTED), ("T1", ACCEPTED), ("T2", PENDING)]
 
 
@@ -341,7 +341,8 @@ def test_siblings(t: list[int]) -> None:
     wrong = (t[1] + 1) % 61
     frames = frames_of({len(P) + 1: [[wrong, wrong], t[1:3]]}, 4)
     decode, verify, rollback = frames[1:4]
-    assert decode.kv.draft == 5 and [[slot.text for slot in c] for c in decode.siblings] == [[f" {t[1]}", f" {t[2]}"]]
+    assert (decode.kv.draft, decode.kv.pending) == (4, 1)
+    assert [[slot.text for slot in c] for c in decode.siblings] == [[f" {t[1]}", f" {t[2]}"]]
     assert [[slot.state for slot in chain] for chain in verify.siblings] == [[REJECTED, REJECTED]]
     assert [slot.text for slot in verify.generated] == [f" {token}" for token in t[:3]]
     assert rollback.kv == Fill(6, 3)
@@ -443,15 +444,16 @@ def test_stills_are_files_of_their_own(run: Run, tmp_path: Path) -> None:
 def test_the_cylinder_shows_the_fill(t: list[int]) -> None:
     """The height of each section is the number of cached positions in that state."""
     decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[1]
-    sections = [e for e in elements(draw.document([decode], 10)) if e.get("class", "") in ("prompt edge", "draft edge")]
     heights = {}
-    for section in sections:
-        if section.tag.endswith("path"):
+    for section in elements(draw.document([decode], 10)):
+        if section.tag.endswith("path") and section.get("class", "").endswith(" edge"):
             d = section.get("d", "")
             heights[section.get("class")] = float(d.split("V")[1].split("A")[0]) - float(
                 d.split("M")[1].split("V")[0].split()[1]
             )
-    assert heights == {"prompt edge": pytest.approx(90, abs=0.2), "draft edge": pytest.approx(60, abs=0.2)}
+    assert heights == {
+        name: pytest.approx(15 * count, abs=0.2) for name, count in (("prompt edge", 6), ("pending edge", 1), ("draft edge", 3))
+    }
 
 
 def test_a_board_has_four_phases(run: Run) -> None:

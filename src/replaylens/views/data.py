@@ -247,10 +247,12 @@ class Fill:
     accepted: int = 0
     draft: int = 0
     ordinary: int = 0
+    pending: int = 0
+    """committed tokens that are computed together with the drafts after them"""
 
     @property
     def total(self) -> int:
-        return self.prompt + self.accepted + self.ordinary + self.draft
+        return self.prompt + self.accepted + self.ordinary + self.pending + self.draft
 
     def by_kind(self) -> list[tuple[str, int]]:
         """Non-empty sections, in order of position."""
@@ -258,6 +260,7 @@ class Fill:
             (TokenState.PROMPT.value, self.prompt),
             (TokenState.ACCEPTED.value, self.accepted),
             (ORDINARY, self.ordinary),
+            (TokenState.PENDING.value, self.pending),
             (TokenState.DRAFT.value, self.draft),
         ]
         return [(kind, count) for kind, count in sections if count]

@@ -70,10 +70,10 @@ BOX, STEP = 22, 28
 """height of a token, and from one to the next"""
 NAME = 34
 """room for a token's name, left of it"""
-VERDICT = 40
-"""between a draft and the verifier's token beside it: an arrow and the verdict"""
-SAID = 116
-"""right of the verifier's tokens: their names, and which are accepted"""
+ACROSS = 26
+"""between a draft and the verifier's token beside it: an arrow"""
+SAID = 74
+"""right of the names of the verifier's tokens: ticks and crosses, and which are accepted"""
 LINE = 15
 """of words"""
 LONGEST = 12
@@ -82,8 +82,8 @@ MOST_TOKENS = 7
 """of a sequence in one panel, unless more are drafted"""
 PROMPT_BAR, BAR = 66, 110
 """width of another request's prompt, and of its whole bar"""
-CHARACTER, LETTER = 7.3, 6.8
-"""width of a character of a token, and of words"""
+CHARACTER, LETTER, SMALL = 7.3, 6.8, 6.2
+"""width of a character of a token, of words, and of names"""
 CROSS = 0.34
 """how far the strokes of a crossed-out token reach from its corners, of its width and height"""
 CORNER = 6
@@ -161,7 +161,7 @@ class _Panel:
     @property
     def verifier(self) -> float:
         """Where the verifier's tokens begin."""
-        return NAME + sum(self.columns) + 6 * (len(self.columns) - 1) + VERDICT
+        return NAME + sum(self.columns) + 6 * (len(self.columns) - 1) + ACROSS
 
     @property
     def verified(self) -> float:
@@ -169,8 +169,19 @@ class _Panel:
         return max((_width(check.verifier.visible) for check in self.frame.checks if check.verifier), default=0.0)
 
     @property
+    def ticks(self) -> float:
+        """Where ticks and crosses stand, right of the verifier's tokens and their names."""
+        names = (len(_compared(check)) for check in self.frame.checks)
+        return self.verifier + self.verified + 12 + SMALL * max(names, default=0)
+
+    @property
+    def rejected(self) -> set[int]:
+        """The numbers of the drafts that the verifier rejects."""
+        return {check.draft.number for check in self.frame.checks if check.draft and not check.accepted}
+
+    @property
     def width(self) -> float:
-        tokens = self.verifier + self.verified + SAID if self.frame.checks else self.verifier - VERDICT
+        tokens = self.ticks + SAID if self.frame.checks else self.verifier - ACROSS
         wordy = len(self.frame.caption) >= MANY or self.frame.phase is Phase.ACCEPT
         return max(BROAD if wordy else PANEL, tokens) + EDGE
 
@@ -201,6 +212,12 @@ class _Panel:
 
 def _said(check: Check) -> list[Slot]:
     return [slot for slot in (check.verifier, check.draft) if slot is not None][:1]
+
+
+def _compared(check: Check) -> str:
+    """The name of the verifier's token, compared with the draft's as long as all drafts before it are accepted."""
+    (slot,) = _said(check)
+    return f"{slot.name} {check.mark[2:]} {check.draft.name}" if check.draft and not check.void else slot.name
 
 
 def document(frames: Sequence[Frame], capacity: int, title: str = "", told: Sequence[Frame] = ()) -> str:
@@ -248,7 +265,9 @@ def told_in_words(frames: Sequence[Frame]) -> list[str]:
     """One line per frame: the step, the tokens with their states, the verdicts, the cache, the other requests."""
     found = []
     for frame in frames:
-        tokens = ", ".join(f"{slot.name} {slot.visible.strip()} ({slot.kind})" for slot in frame.generated)
+        rejected = [check.draft for check in frame.checks if check.draft and not check.accepted]
+        states = [f"{slot.kind}, rejected" if slot in rejected else slot.kind for slot in frame.generated]
+        tokens = ", ".join(f"{s.name} {s.visible.strip()} ({state})" for s, state in zip(frame.generated, states, strict=True))
         checks = [(slot, "rejected" if check.void else "accepted") for check in frame.checks for slot in _said(check)]
         verifier = ", ".join(f"{slot.name} {slot.visible.strip()} ({verdict})" for slot, verdict in checks)
         parts = [frame.caption, f"prompt of {frame.kv.prompt} tokens", tokens, verifier and f"verifier: {verifier}"]
@@ -364,7 +383,7 @@ def _strip(panel: _Panel, size: _Size) -> Iterable[Markup]:
     for row, (text, kind) in enumerate(panel.lead):
         yield from _box(NAME, top + row * STEP, wide, text, kind)
     for row, slot in enumerate(panel.shown, len(panel.lead)):
-        yield from _box(NAME, top + row * STEP, wide, slot.visible, slot.kind)
+        yield from _box(NAME, top + row * STEP, wide, slot.visible, slot.kind, slot.drafted and slot.number in panel.rejected)
         yield _text(NAME - 5, top + row * STEP + 15, slot.name, 11, "quiet", "end")
     left = NAME + wide + 6
     for chain, broad in zip(panel.siblings, panel.columns[1:], strict=True):
@@ -375,22 +394,25 @@ def _strip(panel: _Panel, size: _Size) -> Iterable[Markup]:
 
 
 def _verdicts(panel: _Panel, top: float) -> Iterable[Markup]:
-    """The verifier's token beside each draft, with an arrow: ticked up to the first mismatch, crossed out after it."""
+    """The verifier's tokens, each beside its draft: ticked up to the first mismatch, crossed out after it."""
     x, wide = panel.verifier, panel.verified
+    rows: dict[bool, list[int]] = {False: [], True: []}
     for check in panel.frame.checks:
-        for slot in _said(check):
-            y = top + panel.row(slot.number) * STEP
-            if check.draft is not None:
-                yield _arrow(x - VERDICT + 3, x - 17, y + BOX / 2)
-            yield _text(x - 8, y + 16, check.mark[0], 13, "text", "middle")
-            if check.verifier is not None:
-                yield from _box(x, y, wide, slot.visible, slot.kind)
-                same = f"{slot.name} {check.mark[2:]} {check.draft.name}" if check.draft and not check.void else slot.name
-                yield _text(x + wide + 5, y + 15, same, 11, "quiet")
+        (slot,) = _said(check)
+        row = panel.row(slot.number)
+        y = top + row * STEP
+        rows[check.void].append(row)
+        if check.draft is not None:
+            yield _arrow(x - ACROSS + 3, x - 3, y + BOX / 2)
+        if check.verifier is not None:
+            yield from _box(x, y, wide, slot.visible, slot.kind)
+            yield _text(x + wide + 5, y + 15, _compared(check), 11, "quiet")
+        yield _text(panel.ticks, y + 16, check.mark[0], 13, "text", "middle")
+    if panel.frame.checks:
+        yield _text(x, top + min(rows[False] + rows[True]) * STEP - 6, "verifier", 11, "quiet")
     for void, word in ((False, "accepted"), (True, "rejected")):
-        rows = [panel.row(slot.number) for check in panel.frame.checks if check.void is void for slot in _said(check)]
-        if rows:
-            yield from _bracket(x + wide + 62, top + min(rows) * STEP, top + max(rows) * STEP + BOX, word)
+        if rows[void]:
+            yield from _bracket(panel.ticks + 10, top + min(rows[void]) * STEP, top + max(rows[void]) * STEP + BOX, word)
 
 
 def _arrow(start: float, end: float, y: float) -> Markup:
@@ -416,7 +438,8 @@ def _width(text: str) -> float:
     return max(26.0, min(len(text), LONGEST) * CHARACTER + 10)
 
 
-def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Markup]:
+def _box(x: float, y: float, width: float, text: str, kind: str, crossed: bool = False) -> Iterable[Markup]:
+    """One token. A rejected one is crossed out, as is a draft beside the verdict that rejects it."""
     shown = short(text, LONGEST)
     dash = {TokenState.DRAFT.value: "3 2", ORDINARY: "1 2"}.get(kind)
     shape: Attributes = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{width:.1f}", "height": BOX, "rx": 3}
@@ -434,7 +457,7 @@ def _box(x: float, y: float, width: float, text: str, kind: str) -> Iterable[Mar
             opacity=0.8,
         )
     yield _text(x + width / 2, y + 15, shown, 12, "ink", "middle", mono=True)
-    if kind == TokenState.REJECTED.value:
+    if crossed or kind == TokenState.REJECTED.value:
         yield tag("path", class_="cross", d=_cross(x, y, width))
 
 

@@ -358,7 +358,10 @@ class _Teller:
         prompt = min(line.num_prompt, line.computed)
         waiting = len(line.tokens) - line.computed if line.chains else 0
         certified = line.computed if line.uncertified_from is None else max(prompt, min(line.computed, line.uncertified_from))
-        fill = Fill(prompt, certified - prompt, waiting + sum(map(len, line.chains)), line.computed - certified)
+        ordinary, pending = line.computed - certified, waiting
+        if line.uncertified_from is not None and line.uncertified_from <= line.computed:  # nothing is promised of it, either
+            ordinary, pending = ordinary + waiting, 0
+        fill = Fill(prompt, certified - prompt, sum(map(len, line.chains)), ordinary, pending)
         others = line.beside if line.prefilling else len(self.running - {self.branch})
         return Frame(
             phase,
