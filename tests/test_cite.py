@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +18,20 @@ import replaylens as rl
 from replaylens import Answer, Dump, Edit, Engine, Run, Sampling, tasks
 from replaylens.cli import app
 from replaylens.engine.display import Citable, picture, stamp_of, stamped
+from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.errors import BadRequest, BadRollouts, FingerprintMismatch
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.resampling.drawing import redrawn
+from replaylens.engine.resampling.plan import ResamplePlanRecord
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.report import Report
 from replaylens.views.report import ReportPage
 from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
 from tests.engine.dump.damage import flip_bit
+from tests.engine.dump.test_verify import told_parts
+from tests.test_files import KINDS, SWEEP, a_probe
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "A coin's state is heads. Alice flips. What's the state? A:"
@@ -306,6 +310,47 @@ def test_verify_finds_each_kind(run: Run, folder: Path) -> None:
         assert code == 0 and out.startswith("verified") and said in out, out
 
 
+def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Path, tmp_path: Path) -> None:
+    """Probes by file, by the name that both files share, and by folder; a part of something larger names that."""
+    for name, kind in (KINDS | {"sweep": SWEEP}).items():
+        (tmp_path / name).mkdir()
+        kind.save(tmp_path / name, 1)
+    for file in [*folder.rglob("*"), *tmp_path.rglob("*")]:
+        code, out = called("verify", file, "--quiet")
+        out = out.replace("\n", " ")
+        if code == 0:
+            assert out.startswith("verified: "), out
+            continue
+        assert code == 2 and "manifest.json." not in out and str(file) in out, out
+        instead = re.search(r"replaylens verify (\S+)\.", out)
+        assert instead is None or instead[1] == str(file.parent), out
+        others = "bundle", "trace", "page", "tree", "board", "figure"
+        assert instead or file.name in others or (file.parent.name in others[:2] and "replaylens verif" not in out), out
+    for path in ("probe/probe", "probe/probe.json", "probe/probe.safetensors", "probe"):
+        code, out = called("verify", tmp_path / path)
+        assert code == 0 and "LinearProbe(face at S0" in out, out
+    flip_bit(tmp_path / "probe" / "probe.safetensors", -9)
+    for path in ("probe/probe", "probe"):
+        code, out = called("verify", tmp_path / path)
+        assert code == 1 and "probe.safetensors was changed" in out, out
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for path in ("model", "model/config.json"):
+        assert "replaylens doctor" in called("verify", tmp_path / path)[1]
+
+
+def test_a_result_without_a_file_says_how_it_is_made_again(engine: Engine, tmp_path: Path) -> None:
+    """With a figure of it there, its name, too."""
+    result = rl.lens(engine, PROMPT)
+    for said in (("has no file", "reproduce NAME"), ("lens.svg shows it", "has no file")):
+        code, out = called("verify", result.cite().identifier, "--in", tmp_path)
+        assert code == 2 and all(each in out.replace("\n", " ") for each in said), out
+        result.plot().savefig(tmp_path / "lens.svg")
+    assert called("verify", tmp_path / "lens.svg")[0] == 0
+    a_probe(1).save(tmp_path / "probe")
+    assert "has no file" in called("verify", result.cite().identifier, "--in", tmp_path / "probe.json")[1]
+
+
 def test_an_identifier_of_nothing(folder: Path, tmp_path: Path) -> None:
     for words, said in (
         ([Identifier("0" * 64), "--in", folder], "in none of 4 results"),
@@ -350,7 +395,8 @@ def test_a_changed_summary_is_a_mismatch(run: Run, tmp_path: Path) -> None:
 
 def test_rollouts_are_drawn_again(engine: Engine, folder: Path, tmp_path: Path) -> None:
     code, out = called("verify", folder / "rollouts", "--sample", "50%")
-    assert code == 0 and "2 of 4 rollouts drawn again" in out, out
+    assert code == 0 and "2 of 4 rollouts drawn again" in out and "trust: 2 of 4 rollouts: only their hashes" in out, out
+    assert told_parts(out) == sorted(each.name for each in fields(ResamplePlanRecord)), out
     found = Rollouts.load(folder / "rollouts")
     state = {site: rows.clone() for site, rows in found[2].states.items()}
     next(iter(state.values())).view(torch.int32)[0, 0] ^= 1
@@ -382,6 +428,25 @@ def test_rollouts_under_edits_are_drawn_again(engine: Engine) -> None:
         plain = root.resample(3, max_new=4, sampling=Sampling(temperature=1.5), sites="S")
     assert [each.digest for each in redrawn(engine, found, range(3))] == [each.digest for each in found]
     assert plain.digest != found.digest
+
+
+def test_no_command_is_cited_that_cannot_run(engine: Engine, folder: Path, tmp_path: Path) -> None:
+    """A function of the reader's is in no file, and settled rollouts have no folder; a dump of a function's choice needs it."""
+    with engine.prompt(PROMPT) as root:
+        by_function = root.resample(2, max_new=2, answer=Answer.function(lambda text: "heads"), folder=tmp_path / "by")
+        settled = root.resample(90, max_new=2, answer=Answer.regex("heads|tails"), settle=0.2)
+    assert len(settled) < 90
+    for found in (by_function, Rollouts.load(tmp_path / "by"), settled):
+        assert "replaylens verify" not in str(found.cite()) and "the same call of resample in Python" in found.cite().check
+    assert "needs the function" in by_function.cite().check and "function" not in settled.cite().check
+    code, out = called("verify", tmp_path / "by")
+    assert code == 2 and "Draw them again in Python" in out.replace("\n", " "), out
+    shown = Rollouts.load(folder / "rollouts").cite().check.replace("FOLDER,", f"{folder},").split(",")[0].split()
+    assert shown[:2] == ["replaylens", "verify"] and called(*shown[1:])[0] == 0, "control"
+    chosen = write_dump(
+        engine, make_plan(engine, tasks.get("coin")(), 1, sites="S", positions=lambda path: {0}), tmp_path / "chosen"
+    )
+    assert chosen is not None and "replaylens verify" not in chosen.cite().check and "selector=" in chosen.cite().check
 
 
 def test_rollouts_that_cannot_be_drawn_again(engine: Engine, folder: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from replaylens.engine.dump.files import (
     to_numpy,
 )
 from replaylens.engine.dump.manifest import MANIFEST, MAX_BYTES, PLAN, Manifest, SiteEntry, without_manifest
-from replaylens.engine.dump.plan import named, to_rows
+from replaylens.engine.dump.plan import CUSTOM, named, to_rows
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
@@ -149,6 +149,9 @@ class Dump:
             found = self._row_identifier(as_int("row", row, -len(self), len(self) - 1))
             what = "example {}, branch {}, position {} of the ".format(*found.row or ()) + f"{what} {Identifier(self.digest)}"
         check = f"replaylens verify {found} --in {shlex.quote(self.url)}"
+        check += "".join(f" --features {each.name}=FOLDER" for each in plan.features)
+        if plan.positions.startswith(CUSTOM):
+            check = f"engine.dump.verify.verify({self.url!r}, engine, selector=...) in Python, with {plan.positions}"
         return Citation(str(found), what, check, fingerprint=fingerprint.digest, **fingerprint.cited)
 
     def _row_identifier(self, row: int) -> Identifier:

@@ -238,6 +238,10 @@ def _drawn(files: DumpFiles, count: int, seed: int, accepted: bool) -> _Rows:
     return found
 
 
+_RUNTIME = ("selector", "encoders")
+"""parts of a plan in memory that no file holds; `positions` and `features` name them"""
+
+
 class _Replay:
     """Recomputes the rows of some examples and compares them with the stored ones."""
 
@@ -303,9 +307,14 @@ class _Replay:
             why = "no row that was compared was rejected, and accepted rows do not depend on them"
         else:
             why = f"the drafter {plan.drafter} was not run: rejected rows were computed from their stored tokens"
-        skipped = {"examples_per_shard", "selector", "encoders", *(() if why is None else (*drafts, "rejected"))}
-        names = [name for name, value in vars(plan).items() if name not in skipped and value not in (None, ())]
-        trusted = [] if why is None else [f"{', '.join(drafts)} of the plan, and that there were no other drafts: {why}"]
+        unshown = {"examples_per_shard", *_RUNTIME, *(() if why is None else (*drafts, "rejected"))}
+        unshown |= {"end"} if plan.end is None else set()
+        names = [name for name in (each.name for each in fields(plan)) if name not in unshown]
+        told = f"{', '.join((*drafts, 'rejected'))} of the plan, and that there were no other drafts"
+        trusted = [] if why is None else [f"{told}: {why}"]
+        trusted.append("examples_per_shard of the plan: no row depends on it")
+        if plan.end is None:
+            trusted.append("end of the plan: the dump does not name the token that ends a generation")
         if rows < manifest.rows:
             trusted.append(f"{manifest.rows - rows} of {manifest.rows} rows: only their hashes were checked")
         if free := sorted(manifest.fingerprint.unbound):

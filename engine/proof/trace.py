@@ -227,7 +227,7 @@ class Trace:
         """Write the trace, as a whole or not at all, over an older trace only. Equal traces give equal bytes."""
         head = {"format": FORMAT, "fingerprint": self.fingerprint.parts()}
         body = "".join(_line(x) for x in [head, *self.events]).encode()
-        write_file(path, body + _line(_closing(len(self.events), body)).encode(), _is_trace)
+        write_file(path, body + _line(_closing(len(self.events), body)).encode(), is_trace)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -258,7 +258,7 @@ class Trace:
             raise FingerprintMismatch(f"The trace was recorded under another fingerprint: {'; '.join(differences)}.")
 
 
-def _is_trace(content: bytes) -> bool:
+def is_trace(content: bytes) -> bool:
     """Whether a file begins as `Trace.save` writes it, of any format."""
     return content.startswith(b'{"fingerprint":{') and b'"format":' in content.split(b"\n", 1)[0]
 

@@ -473,8 +473,11 @@ def redrawn(engine: Any, found: Rollouts, indices: Sequence[int]) -> list[Rollou
     plan = found.plan
     if plan.fingerprint != engine.fingerprint.digest:
         raise FingerprintMismatch("The rollouts were drawn under another fingerprint. Load the engine that drew them.")
-    if plan.answer is None and any(each.outcome is not None or each.stopped == "answer" for each in found):
-        raise BadRequest("A function read the answers of these rollouts, and no file holds it. Draw them again with its code.")
+    if plan.answer is None and found.read_by_function:
+        raise BadRequest(
+            "A function read the answers of these rollouts, and no file holds it. Draw them again in Python, by the same call, "
+            "and compare the identifiers."
+        )
     made = dict[int, Rollout]()
     for place in sorted({plan.rollout(index)[0] for index in indices}):
         own = [index for index in indices if plan.rollout(index)[0] == place]

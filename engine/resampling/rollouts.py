@@ -540,7 +540,25 @@ class Rollouts:
         each = plan.n if len(self) == len(plan) else f"at most {plan.n}"
         what = f"{len(self)} rollouts, {each} at each of {len(plan.positions)} positions of {len(plan.tokens)} tokens"
         made = {} if self.made_by is None else self.made_by.cited
-        return Citation(str(found), what, f"replaylens verify {found} --in FOLDER", fingerprint=plan.fingerprint, **made)
+        return Citation(str(found), what, self._check, fingerprint=plan.fingerprint, **made)
+
+    @property
+    def _check(self) -> str:
+        """How the rollouts are checked: by a command where a folder holds all that it needs."""
+        again = "the same call of resample in Python gives rollouts with this identifier"
+        if self.read_by_function:
+            return f"{again}; it needs the function that read the answers, which no file holds"
+        if len(self) < len(self.plan):  # they were drawn with settle=, which takes no folder
+            return again
+        return f"replaylens verify {self.identifier} --in FOLDER, that of resample(..., folder=FOLDER)"
+
+    @property
+    def read_by_function(self) -> bool:
+        """Whether a function read the answers: then they cannot be drawn again from their folder."""
+        answer = self.plan.answer
+        if answer is not None:
+            return answer.reader is not None
+        return any(each.outcome is not None or each.stopped == "answer" for each in self)
 
     def plot(self) -> Figure:
         """Shares of the outcomes at each fork, one bar per fork from top to bottom, named by the text after it."""

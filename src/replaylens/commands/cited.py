@@ -6,10 +6,12 @@ A dump is checked by `engine.dump.verify`. Everything here is read only; nothing
 import json
 import os
 import random
+import re
+import shlex
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +24,10 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, VERIFIED
 from replaylens.engine.errors import BadRequest, EngineError, Unsealed
 from replaylens.engine.lens.lens import TunedLens
+from replaylens.engine.proof.trace import is_trace
 from replaylens.engine.records import Identifier
 from replaylens.engine.resampling.drawing import redrawn
+from replaylens.engine.resampling.plan import unit_texts
 from replaylens.engine.resampling.rollouts import PLAN, Rollouts
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.errors import TaskError
@@ -45,7 +49,7 @@ class Checked:
     status: str
     """verified or mismatch"""
     kind: str
-    """row, rollouts, report, figure, sweep, probe or lens"""
+    """row, rollouts, report, figure, sweep, probe, lens, or saved: a folder of probes and lenses"""
     identifier: str
     """of what has none, its path"""
     lines: tuple[str, ...]
@@ -74,20 +78,28 @@ def kind_of(path: str) -> str:
         return "dump"
     if here.is_file() and here.suffix.lower() in FIGURES:
         return "figure"
-    if here.is_file() and here.suffix in (".json", ".safetensors") and (saved := _saved(here.with_suffix(".json"))):
+    if (saved := _saved(here)) is not None:
         return saved
     if (here / SWEEP).is_file() and not (here / REPORT).exists():
         return "sweep"
     if (here.is_file() and here.suffix == ".json") or ((here / REPORT).is_file() and not (here / MANIFEST).exists()):
         return "report"
-    rollouts = (here / PLAN).is_file() and not (here / MANIFEST).exists() and b'"wave"' in (here / PLAN).read_bytes()
-    return "rollouts" if rollouts else "dump"
+    if (here / PLAN).is_file() and not (here / MANIFEST).exists():
+        return "rollouts" if b'"wave"' in (here / PLAN).read_bytes() else "dump"
+    return "saved" if here.is_dir() and not (here / MANIFEST).exists() and saved_in(here) else "dump"
 
 
-def _saved(record: Path) -> str | None:
-    """Whether a JSON file is that of a probe, or of a tuned lens."""
+def saved_in(folder: Path) -> dict[Path, str]:
+    """The probes and tuned lenses of a folder: their JSON files, and probe or lens."""
+    return {path: kind for path in sorted(folder.glob("*.json")) if (kind := _saved(path)) is not None}
+
+
+def _saved(path: Path) -> str | None:
+    """probe or lens, if that is what one of its two files, or the name that they share, leads to."""
+    if path.is_dir() or (path.exists() and path.suffix not in (".json", ".safetensors")):
+        return None
     try:
-        raw = json.loads(record.read_bytes())
+        raw = json.loads(path.with_suffix(".json").read_bytes())
         fields = set(raw)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
@@ -96,20 +108,77 @@ def _saved(record: Path) -> str | None:
     return "probe" if isinstance(raw, dict) and raw.get("format") == "replaylens-probe" else None
 
 
+_FILES = {
+    "plan.json": "the plan of a dump or of rollouts",
+    "manifest.json": "the manifest of a dump",
+    "index.parquet": "the index of a dump",
+    r"shard-\d+\.safetensors": "a shard of a dump",
+    r"part-\d+\.(json|parquet)": "the record of a shard of a dump",
+    r"wave-\d+\.(json|safetensors)": "a wave of rollouts",
+    r"[0-9a-f]{24}\.npz": "a part of a sweep",
+    "sweep.key": "the key of a sweep",
+    "table.csv": "the table of a report",
+    "summary.txt": "the summary of a report",
+}
+"""our files that are verified with their folder alone, by their names"""
+_ELSEWHERE = {
+    r"(config|replaylens|thinking|recipe)\.json|(model|thinking|training)\.safetensors|card\.md": (
+        "a file of a model's folder. Test it with replaylens doctor {folder}."
+    ),
+    r"meta\.json|train-00000-of-00001\.parquet|hidden_layer\d+_shard\d+\.safetensors": (
+        "a file in the format of another tool, which has no identifier. What made it makes it again."
+    ),
+}
+"""our files that `verify` does not check, and what does"""
+_GIVE = "Give the folder of a dump, of rollouts, of a report or of a sweep, a saved probe or lens, or a figure."
+
+
+def require_whole(path: str) -> None:
+    """BadRequest if a path is a part of something that is verified as a whole, or nothing that `verify` checks: it says what
+    the path is, and what to verify instead."""
+    here = Path(path)
+    if "://" in path or not here.exists() or _saved(here):
+        return
+    if here.is_dir():
+        if kind_of(path) == "dump" and not any((here / name).exists() for name in (MANIFEST, PLAN)):
+            what = f"is a model's folder. Test it with replaylens doctor {shlex.quote(path)}."
+            raise BadRequest(f"{path} {what if (here / 'config.json').exists() else f'holds nothing to verify. {_GIVE}'}")
+        return
+    folder = shlex.quote(str(here.parent))
+    for names, what in _FILES.items():
+        if re.fullmatch(names, here.name):
+            raise BadRequest(f"{path} is {what}, which is verified as a whole: replaylens verify {folder}.")
+    name = "meta.json" if here.with_name("meta.json").exists() else here.name  # whose other file is named as any probe's is
+    for names, what in _ELSEWHERE.items():
+        if re.fullmatch(names, name):
+            raise BadRequest(f"{path} is {what.format(folder=folder)}")
+    if here.suffix.lower() not in (".json", *FIGURES):
+        if is_trace(here.read_bytes()):
+            raise BadRequest(f"{path} is a trace. In Python, engine.replay_trace(Trace.load(PATH)) compares every commit.")
+        raise BadRequest(f"{path} is not a file that replaylens verifies. {_GIVE}")
+
+
 def find(wanted: Identifier, folders: Sequence[str]) -> CitedFile:
     """What has this identifier in some folders, or below them. BadRequest says how much was looked at."""
-    seen, damaged = 0, 0
+    seen, damaged, shown = 0, 0, ""
     for found in (each for folder in folders for each in _candidates(folder)):
         seen += 1
         try:
             with warnings.catch_warnings(action="ignore"):
-                if _NAMES[found.kind](found.path, wanted):
+                if found.kind in _NAMES and _NAMES[found.kind](found.path, wanted):
                     return CitedFile("row", found.path) if wanted.row is not None else found
+                if found.kind == "figure" and not shown and _shows(found.path, wanted):
+                    shown = found.path
         except EngineError:
             damaged += 1
     unread = f", of which {damaged} could not be read" * bool(damaged)
     where = ", ".join(folders)
-    raise BadRequest(f"{wanted} is in none of {seen} results below {where}{unread}. Name another folder with --in.")
+    figure = f" {shown} shows it: check that file with replaylens verify {shlex.quote(shown)}." * bool(shown)
+    raise BadRequest(
+        f"{wanted} is in none of {seen} results below {where}{unread}.{figure} Name another folder with --in. A result of the "
+        "workbench (lens, patch, ablate, ...) has no file: the same call in Python gives the same digest, as replaylens "
+        "reproduce NAME does for a published figure."
+    )
 
 
 def _candidates(folder: str, depth: int | None = None) -> Iterator[CitedFile]:
@@ -152,6 +221,11 @@ def stored_row(dump: Dump, wanted: Identifier) -> Identifier | None:
 def _figure_is(path: str, wanted: Identifier) -> bool:
     stamp = stamp_of(Path(path).read_bytes())
     return stamp is not None and stamp.identifier == str(wanted)
+
+
+def _shows(path: str, wanted: Identifier) -> bool:
+    stamp = stamp_of(Path(path).read_bytes())
+    return stamp is not None and stamp.source == str(wanted)
 
 
 _NAMES: dict[str, Callable[[str, Identifier], bool]] = {
@@ -243,7 +317,12 @@ def check_sweep(path: str) -> Checked:
 
 
 def check_saved(path: str, kind: str) -> Checked:
-    """Whether a saved probe or a tuned lens is the one that was written. BadProbeFile or BadWeights if it is not."""
+    """Whether a saved probe or a tuned lens, or each of a folder, is the one that was written. BadProbeFile or BadWeights if
+    it is not."""
+    if kind == "saved":
+        each = [(file, of, check_saved(str(file), of)) for file, of in saved_in(Path(path)).items()]
+        lines = [f"{of} {file.stem}: {checked.lines[0]}" for file, of, checked in each]
+        return Checked(VERIFIED, kind, path, (*lines, *_SAVED))
     if kind == "lens":
         told = f"digest {TunedLens.load(Path(path).with_suffix('.safetensors')).digest}"
     else:
@@ -253,7 +332,10 @@ def check_saved(path: str, kind: str) -> Checked:
             warnings.simplefilter("always")
             found = LinearProbe.load(path)
         told = "; ".join([str(found), *("unsealed: an older version wrote it, without a hash" for _ in caught)])
-    return Checked(VERIFIED, kind, path, (told, "the files are as written", "taken on trust: every number"))
+    return Checked(VERIFIED, kind, path, (told, *_SAVED))
+
+
+_SAVED = "the files are as written", "taken on trust: every number"
 
 
 def check_rollouts(path: str, engine: Core, sample: int | float | str, seed: int) -> Checked:
@@ -266,7 +348,24 @@ def check_rollouts(path: str, engine: Core, sample: int | float | str, seed: int
         if again.digest != found[index].digest:
             where = f"rollout {found[index].number} at position {found[index].position} differs: {again.text[:80]!r} here"
             return Checked(MISMATCH, "rollouts", name, (told, where))
-    return Checked(VERIFIED, "rollouts", name, (told,))
+    if found.plan.texts != unit_texts(found.plan.positions, found.plan.tokens, engine.text):
+        return Checked(MISMATCH, "rollouts", name, (told, "the texts of the plan are not those of its tokens"))
+    return Checked(VERIFIED, "rollouts", name, (told, *_told(found, count)))
+
+
+_UNSHOWN = ("num_prompt",)
+"""parts of a plan of rollouts that no rollout shows"""
+
+
+def _told(found: Rollouts, count: int) -> list[str]:
+    """What drawing again reproduced, and what is taken on trust: every part of the plan is one of the two."""
+    names = [each.name for each in fields(found.plan) if each.name not in _UNSHOWN]
+    trusted = [f"{', '.join(_UNSHOWN)} of the plan, and the size of waves: no rollout depends on them"]
+    if count < len(found):
+        trusted.append(f"{len(found) - count} of {len(found)} rollouts: only their hashes were checked")
+    if found.made_by is not None and (free := sorted(found.made_by.unbound)):
+        trusted.append(f"{', '.join(free)} of the fingerprint: results do not depend on them")
+    return [f"reproduced: {', '.join(names)}", *(f"taken on trust: {each}" for each in trusted)]
 
 
 def _count(sample: int | float | str, most: int) -> int:

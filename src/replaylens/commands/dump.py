@@ -287,7 +287,7 @@ def verify(
 ) -> None:
     """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. A report is
     computed again from its dump, if that is there. Of figures, saved probes and parts of a sweep, the hashes are checked."""
-    from replaylens.commands.cited import CitedFile, find, kind_of
+    from replaylens.commands.cited import CitedFile, find, kind_of, require_whole
     from replaylens.engine.dump.reader import Dump
     from replaylens.engine.dump.verify import OTHER, VERIFIED
     from replaylens.engine.dump.verify import verify as verify_dump
@@ -298,6 +298,8 @@ def verify(
             raise BadRequest(f"--all and --sample {sample} contradict each other. Give one of them.")
         drawn = _sample(sample)
         wanted = Identifier.parse(what) if what.startswith(SCHEME) else None
+        if wanted is None:
+            require_whole(what)
         found = CitedFile(kind_of(what), what) if wanted is None else find(wanted, where or ["."])
         if where is not None and wanted is None and found.kind != "report":
             raise BadRequest(f"--in says where to look for an identifier, and {what} is a path. Leave it out.")
@@ -334,7 +336,7 @@ def _checked(
             return check_report(found.path, folders)
         if found.kind == "sweep":
             return check_sweep(found.path)
-        if found.kind in ("probe", "lens"):
+        if found.kind in ("probe", "lens", "saved"):
             return check_saved(found.path, found.kind)
         return check_rollouts(found.path, drawer(), sample, seed)
     except (BadRollouts, BadProbeFile, BadWeights) as error:

@@ -21,7 +21,7 @@ from replaylens.engine.dump import verify as dump_verify
 from replaylens.engine.dump.content import Content, Difference, combine, first_difference
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.manifest import SiteEntry
-from replaylens.engine.dump.plan import DumpPlan
+from replaylens.engine.dump.plan import DumpPlan, PlanRecord
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.rows import assemble
 from replaylens.engine.dump.verify import (
@@ -83,15 +83,14 @@ def test_what_no_row_shows_is_said_to_be_trusted(
 ) -> None:
     """A drafter that was edited, and sealed again: no row contradicts it, so the verdict says that it is the dump's word."""
     whole = verify(reference.url, engine)
-    every = {field.name for field in fields(DumpPlan)} - {"selector", "encoders", "examples_per_shard"}
-    given = {name for name in every if getattr(reference.manifest.plan, name) not in (None, ())}
+    given = {field.name for field in fields(DumpPlan)} - {"selector", "encoders", "examples_per_shard", "end"}
     assert whole and set(whole.reproduced) == given and {"drafter", "window", "rejected"} <= given
     assert not any("drafter" in line for line in whole.trusted), "control: the drafts are those of this drafter"
     edit_manifest(copy, lambda raw: raw["plan"].update(drafter="unheard-of", window=77))
     edited = verify(copy, engine)
     assert edited and not {"drafter", "drafter_settings", "window", "rejected"} & set(edited.reproduced)
     assert set(edited.reproduced) == given - {"drafter", "drafter_settings", "window", "rejected"}
-    said = r"taken on trust: drafter, drafter_settings, window of the plan.*unheard-of was not run: .* stored tokens"
+    said = r"taken on trust: drafter, drafter_settings, window, rejected of the plan.*unheard-of was not run: .* stored tokens"
     assert re.search(said, str(edited))
     plain = write_dump(engine, planned(rejected=False), tmp_path / "plain")
     assert plain is not None
@@ -99,6 +98,14 @@ def test_what_no_row_shows_is_said_to_be_trusted(
     silent = verify(plain.url, engine)
     assert silent and "drafter" not in silent.reproduced and "accepted rows do not depend on them" in str(silent)
     assert any(line.startswith("device, replaylens, torch, triton of the fingerprint") for line in silent.trusted)
+    for verdict in (whole, edited, silent):
+        assert told_parts(str(verdict)) == sorted(field.name for field in fields(PlanRecord)), verdict
+
+
+def told_parts(verdict: str) -> list[str]:
+    """The parts of a plan that a verdict names, under either word."""
+    lines = re.findall(r"^(?:reproduced: |taken on trust: (?=.* of the plan))(.*)$", verdict, re.MULTILINE)
+    return sorted(name for line in lines for name in line.split(" of the plan")[0].split(", "))
 
 
 def drawn_rows(dump: Dump, count: int, seed: int) -> set[tuple[int, int, int]]:
