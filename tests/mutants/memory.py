@@ -226,7 +226,7 @@ MEMORY = (
         "if self._evictable(entry) and self._rank(entry) != rank:",
         "if False:",
         "a prefix that was used since it was listed is not the one used longest ago",
-        ("tests/engine/memory/test_prefix.py",),
+        ("tests/engine/memory/test_prefix.py::test_what_was_used_since_it_was_listed_is_not_the_oldest",),
     ),
     Mutant(
         "index-not-told",

@@ -284,6 +284,17 @@ def test_a_prefix_is_as_recent_as_what_was_after_it() -> None:
     assert index.evict(2) == 2 and index.match([1, 1]) == [] and index.match([7, 7]) and index.match([8, 8])
 
 
+def test_what_was_used_since_it_was_listed_is_not_the_oldest() -> None:
+    """An eviction lists what could go. What is adopted and let go of afterwards still has its old rank there."""
+    pool = PagePool(10, 2)
+    index = PrefixIndex(pool)
+    for token in (1, 2, 3):
+        indexed(index, [token, token])
+    assert index.evict(1) == 1 and index.match([1, 1]) == []
+    pool.release(index.adopt([2, 2]))
+    assert index.evict(1) == 1 and index.match([3, 3]) == [] and index.match([2, 2]) != []
+
+
 def test_eviction_leaves_what_others_use_and_counts_only_what_it_freed() -> None:
     pool = PagePool(10, 2)
     index = PrefixIndex(pool)
