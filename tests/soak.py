@@ -23,7 +23,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from replaylens.engine.engine import Engine
 from tests.engine import test_machine
 from tests.engine.reference import random_decoder
-from tests.engine.test_certified import Certified, CertifiedThoughts
+from tests.engine.test_certified import Certified, CertifiedStates, CertifiedThoughts
 from tests.engine.test_machine import CONFIG, Sessions
 from tests.engine.test_tree_machine import Trees
 from tests.engine.thinking.test_replay import Thinkers
@@ -74,7 +74,7 @@ MACHINES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         *(Small, AsWideAsSmolLM2, Inputs4096, Inputs14336, Experts, Latents, *HYBRIDS),
-        *(Thinkers, Trees, Certified, CertifiedThoughts),
+        *(Thinkers, Trees, Certified, CertifiedThoughts, CertifiedStates),
     )
 }
 ORDER = (
@@ -91,7 +91,7 @@ ORDER = (
     "Latents",
     *(machine.__name__ for machine in HYBRIDS),
     "DeltaNets",
-    "StateSpaces",
+    "CertifiedStates",
     "Certified",
     "CertifiedThoughts",
 )

@@ -5,7 +5,7 @@ computed alone, in an engine of its own. Whether a branch may say so is predicte
 was forked from. The fast path is wrong on purpose, so that a page of it cannot pass for a canonical one. `make soak` runs more.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
+from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
@@ -26,12 +27,12 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingDecoder
+from replaylens.kernels.definition import CHUNK
 from tests.engine.reference import random_decoder, same_bits, wrong_fast_path
-from tests.engine.test_machine import CONFIG
+from tests.engine.test_machine import CONFIG, DeltaNets
 from tests.engine.thinking.reference import BASE, random_prompt, thinking_model
 
 SITES = "STCZ"
-LONGEST = 44
 ON = Sampling(ignore_eos=True)
 KEY = 16
 """bytes of an edit's key"""
@@ -42,6 +43,12 @@ EDITS = (
 )
 """no two of one row, so that their order is of no account"""
 LAST_EDITED = 9
+STATE_EDITS = (
+    Edit("blocks.0.mixer.hook_state", "add", torch.ones(4, 5, 6), positions=5),
+    Edit("blocks.0.mixer.hook_k", "zero", positions=[2, 3]),
+    Edit("blocks.1.mlp.hook_out", "zero", positions=slice(7, 9)),
+)
+"""for a model with recurrent layers"""
 
 picks = st.integers(0, 10**6)
 chains = st.lists(
@@ -58,6 +65,10 @@ class Truth:
     rows: Rows
     following: tuple[int, ...]
     """the tokens that an exact request would add"""
+    entries: dict[int, Tensor]
+    """position -> what recurrent layers hold of it"""
+    states: dict[int, Tensor]
+    """last position of a chunk -> the state after it"""
 
 
 @dataclass(eq=False)
@@ -75,8 +86,30 @@ class Held:
 def truth_of(branch: Branch) -> Truth:
     """What the only branch of its engine holds, and what follows."""
     rows = {site: branch.activations[site] for site in branch.activations.sites()}
-    kv, length = branch.kv(), branch.length
-    return Truth(kv, rows, tuple(branch.generate(8, window=1, sampling=ON).tokens[length:]))
+    kv, length, runner = branch.kv(), branch.length, branch.engine.runner
+    recurrent = recurrent_of(runner, runner.pool.slots(branch.lane.table, 0, length))
+    return Truth(kv, rows, tuple(branch.generate(8, window=1, sampling=ON).tokens[length:]), *recurrent)
+
+
+def recurrent_of(runner: Runner, slots: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """What recurrent layers hold of a path in these slots, as far as its pages have rooms: entries and states."""
+    cache, size = runner.cache, runner.pool.page_size
+    if runner.model.config.mixer is None:
+        return {}, {}
+    pages, rooms = [slot // size for slot in slots], cache.rooms
+    there = [i for i, page in enumerate(pages) if rooms is None or (rooms.entries.of[page] and rooms.whole[page])]
+    ends = [i for i in range(CHUNK - 1, len(slots), CHUNK) if cache.state_of[pages[i]]]
+    entries = dict(zip(there, cache.mixed_rows([slots[i] for i in there]), strict=True))
+    return entries, {i: cache.states[:, int(cache.state_of[pages[i]])].clone() for i in ends}
+
+
+def as_alone(held: tuple[dict[int, Tensor], dict[int, Tensor]], truth: Truth) -> bool:
+    """Whether recurrent layers hold what they do of the path alone."""
+    return all(
+        same_bits(own, alone[position])
+        for some, alone in zip(held, (truth.entries, truth.states), strict=True)
+        for position, own in some.items()
+    )
 
 
 class Certified(RuleBasedStateMachine):
@@ -85,8 +118,10 @@ class Certified(RuleBasedStateMachine):
     known: ClassVar[list[Any]] = []
     operations = preemptions = 0
     sessions, steps = 20, 40
-    edited = True
-    """whether forks add edits"""
+    edits: ClassVar[Sequence[Edit]] = EDITS
+    """those that forks may add"""
+    longest = 44
+    """tokens of a branch that still grows"""
     most = 6
     """branches that are held at a time"""
     laundered = 0
@@ -96,7 +131,7 @@ class Certified(RuleBasedStateMachine):
         super().__init__()
         self.held: list[Held] = []
         self.rejected: list[Held] = []
-        self.edits: dict[bytes, PlacedEdit] = {}
+        self.placed: dict[bytes, PlacedEdit] = {}
         """by key: all that a lane with indexed pages ever had"""
         self.patched = ExitStack()
 
@@ -108,7 +143,7 @@ class Certified(RuleBasedStateMachine):
         offer = queue._offer
 
         def noted(lane: Any, keys: Any) -> None:
-            self.edits |= {edit.key: edit for edit in lane.edits}
+            self.placed |= {edit.key: edit for edit in lane.edits}
             offer(lane, keys)
 
         queue._offer = noted  # type: ignore[method-assign]
@@ -165,12 +200,13 @@ class Certified(RuleBasedStateMachine):
         return 0
 
     @precondition(lambda self: self.held)
-    @rule(pick=picks, at=picks, of_rejected=st.booleans(), which=st.sampled_from([None, *EDITS]))
-    def fork(self, pick: int, at: int, of_rejected: bool, which: Edit | None = None) -> None:
+    @rule(pick=picks, at=picks, of_rejected=st.booleans(), number=st.sampled_from([None, 0, 1, 2]))
+    def fork(self, pick: int, at: int, of_rejected: bool, number: int | None = None) -> None:
         one = self.pick(pick, of_rejected)
+        which = None if number is None or not self.edits else self.edits[number]
         at = 1 + at % len(one.path)
         kept = tuple(edit for edit in one.edits if edit.needs <= at)
-        new = () if which is None or at <= LAST_EDITED or not self.edited else tuple(self.engine.placed([which], at))
+        new = () if which is None or at <= LAST_EDITED else tuple(self.engine.placed([which], at))
         new = tuple(edit for edit in new if edit.key not in {each.key for each in kept})
         (branch,) = one.branch.fork(at=at, edits=[which] if which is not None and new else ())
         self.welcome(Held(branch, one.path[:at], one.exact, kept + new, min(one.along, self.thought(at))))
@@ -282,7 +318,9 @@ class Certified(RuleBasedStateMachine):
             for path, edits, pages in self.indexed():
                 pool, truth = self.engine.runner.pool, self.plain(path, edits)
                 slots = [page * pool.page_size + i for page in pages for i in range(pool.page_size)]
-                assert same_bits(self.engine.runner.cache.rows(slots), truth.kv), f"indexed KV of {path}, {len(edits)} edits"
+                said = f"of {path}, {len(edits)} edits"
+                assert same_bits(self.engine.runner.cache.rows(slots), truth.kv), f"indexed KV {said}"
+                assert as_alone(recurrent_of(self.engine.runner, slots), truth), f"indexed recurrent memory {said}"
 
     def indexed(self) -> Iterator[tuple[tuple[int, ...], tuple[PlacedEdit, ...], list[int]]]:
         """The longest paths of the prefix index: (tokens, edits, pages)."""
@@ -293,13 +331,15 @@ class Certified(RuleBasedStateMachine):
             keys = [each.edit_key[i : i + KEY] for each in chain for i in range(0, len(each.edit_key), KEY)]
             if chain:
                 tokens = tuple(token for each in chain for token in each.tokens)
-                yield tokens, tuple(self.edits[key] for key in dict.fromkeys(keys)), [each.page for each in chain]
+                yield tokens, tuple(self.placed[key] for key in dict.fromkeys(keys)), [each.page for each in chain]
 
     def differences(self, one: Held) -> list[str]:
         """What a branch holds that is not as its path is alone."""
         truth, lane = self.alone(one), one.branch.lane
         held = self.engine.forest.held_kv(lane)
         found = [] if same_bits(held, truth.kv[: lane.computed]) else ["KV"]
+        recurrent = recurrent_of(self.engine.runner, self.engine.runner.pool.slots(lane.table, 0, lane.computed))
+        found += [] if as_alone(recurrent, truth) else ["recurrent memory"]
         if (rows := lane.recording) is not None:
             part = slice(rows.base, rows.end)
             both = [site for site in rows.sites() if site in truth.rows]
@@ -309,7 +349,7 @@ class Certified(RuleBasedStateMachine):
     # ---- helpers --------------------------------------------------------------------------------------------------
 
     def open(self) -> list[Held]:
-        return [one for one in self.held if len(one.path) < LONGEST]
+        return [one for one in self.held if len(one.path) < self.longest]
 
     def pick(self, number: int, of_rejected: bool = False, of: list[Held] | None = None) -> Held:
         some = self.rejected if of_rejected and self.rejected else of or self.held
@@ -338,7 +378,7 @@ class Certified(RuleBasedStateMachine):
 class CertifiedThoughts(Certified):
     """A model that thinks on its prompts: rejected drafts and forks inherit thoughts and the states that they leave."""
 
-    edited = False
+    edits = ()
     truths: ClassVar[dict[Any, Truth]] = {}
     model: ClassVar[Callable[[], ThinkingDecoder]] = staticmethod(cache(lambda: thinking_model(BASE)))
 
@@ -378,7 +418,26 @@ class CertifiedThoughts(Certified):
         self.note_rejected(self.held[-1])
 
 
-MACHINES = (Certified, CertifiedThoughts)
+class CertifiedStates(Certified):
+    """A recurrent layer before attention: paths end around the end of a chunk, after which a state is kept."""
+
+    edits = STATE_EDITS
+    longest = CHUNK + 32
+    truths: ClassVar[dict[Any, Truth]] = {}
+    model: ClassVar[Callable[[], Any]] = staticmethod(cache(lambda: random_decoder(DeltaNets.config)))
+
+    @classmethod
+    def new_engine(cls, page_size: int, cache_tokens: int) -> Engine:
+        """Some pages have room for what recurrent layers hold, in a cache for paths of this length."""
+        size, rows = 16 if page_size == 3 else page_size, 32
+        return Engine(cls.model(), page_size=size, max_rows=rows, cache_tokens=4 * cache_tokens, state_tokens=rows + 4 * CHUNK)
+
+    @classmethod
+    def tokens(cls, start: int, length: int) -> list[int]:
+        return super().tokens(start, CHUNK - 14 + length)
+
+
+MACHINES = (Certified, CertifiedThoughts, CertifiedStates)
 
 
 # ---- the tests -------------------------------------------------------------------------------------------------------
@@ -422,16 +481,17 @@ def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool
     def exact(one: Held) -> None:
         after(session.generate, session.held.index(one), 5, 1, WRONG, keep=True)
 
-    def fork(one: Held, at: int | None = None, which: Edit | None = None) -> Held:
+    def fork(one: Held, at: int | None = None, number: int | None = None) -> Held:
         rejected = one in session.rejected
         among = session.rejected if rejected else session.held
-        return after(session.fork, among.index(one), (len(one.path) if at is None else at) - 1, rejected, which)
+        return after(session.fork, among.index(one), (len(one.path) if at is None else at) - 1, rejected, number)
 
     try:
         root = after(session.prompt, 0, 12)
+        start = len(root.path)
         exact(root)
         cut = session.rejected[LAST]
-        edited = fork(root, 12, EDITS[0])  # what the index holds of it has the edit in its key
+        edited = fork(root, start, FIRST)  # what the index holds of it has the edit in its key
         exact(edited)
         exact(fork(session.rejected[LAST]))
         assert root.exact and edited.exact and session.held[LAST].exact
@@ -445,7 +505,7 @@ def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool
         before = len(root.path)
         after(session.rollback, session.held.index(root), 0)
         after(session.generate_fast, session.held.index(root), before - root.branch.root_length)
-        assert root.path[:13] == cut.path[:13], "the fast path has other KV, but writes the same tokens here"
+        assert root.path[: start + 1] == cut.path[: start + 1], "the fast path has other KV, but writes the same tokens here"
         after(session.read, 0, of_rejected=True)
         assert fork(cut).exact, "cut off before: it takes over nothing that its branch computed since"
         exact(session.held[LAST])
@@ -454,13 +514,13 @@ def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool
         exact(session.held[LAST])
         dirty = session.rejected[LAST]
         assert not dirty.exact
-        for one in (dirty, fork(dirty), fork(session.held[LAST], 12)):
+        for one in (dirty, fork(dirty), fork(session.held[LAST], start)):
             exact(again := fork(one))
             assert not again.exact and not again.branch.certified, "exact passes do not clean what they read"
         if isinstance(session, CertifiedThoughts):
-            longer = after(session.extend, session.held.index(fork(root, 12)), 3)
+            longer = after(session.extend, session.held.index(fork(root, start)), 3)
             assert not longer.branch.certified and bool(longer.branch.rejected) == captured
-        after(session.prompt, 0, len(dirty.path))
+        after(session.prompt, 0, 12 + len(dirty.path) - start)
         assert session.held[LAST].exact
         assert session.laundered > 0, "control: without the promise, other bits"
     finally:

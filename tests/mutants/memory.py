@@ -194,7 +194,18 @@ MEMORY = (
         "                if floats(after, 1)[0] == _ZERO:\n"
         "                    _carry(state, keys, updates, left, count, d, width, after)\n",
         "the state of a chunk is that of the rows that are committed",
-        ("tests/kernels/test_recurrent.py::test_any_cut_and_any_rollback_has_the_defined_bits",),
+        (
+            "tests/kernels/test_recurrent.py::test_any_cut_and_any_rollback_has_the_defined_bits",
+            "tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",
+        ),
+    ),
+    Mutant(
+        "state-taken-before-the-last-row-of-a-pass",
+        "replaylens.kernels.cpu_recurrent",
+        "                _carry(state, keys, updates, left, count, d, width, after)\n",
+        "                _carry(state, keys, updates, left, count - (at + 1 == start + piece[3]), d, width, after)\n",
+        "the state after a chunk is taken after its last row, wherever the pass ends",
+        ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
     Mutant(
         "page-copied-without-its-entries",

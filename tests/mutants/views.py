@@ -6,6 +6,14 @@ _FIGURES, _TABLES = "tests/views/test_figures.py::test_", "tests/views/test_tabl
 
 VIEWS = (
     Mutant(
+        "thought-of-the-chunk-after",
+        "replaylens.views.thoughts",
+        "words = {(chunk + 1) * c - 1: _words_of",
+        "words = {(chunk + 1) * c: _words_of",
+        "a thought is drawn at the last token of its chunk",
+        ("tests/views/test_tree.py::test_thoughts_in_trees_and_timelines",),
+    ),
+    Mutant(
         "left-out-steps-not-said",
         "replaylens.views.draw",
         "0 if number is None else max(0, number - last - 1)",

@@ -7,10 +7,12 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markupsafe import Markup
@@ -29,10 +31,12 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay.run import Run
+from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingEngine
+from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.thinking.prefill import GUESSES, Guess
-from replaylens.engine.thinking.thoughts import ThinkingRecording
+from replaylens.engine.thinking.thoughts import Round, ThinkingRecording, Thought, Thoughts
 from replaylens.views import draw, examples, pictures
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, Phase, Readings, Slot, Token
 from replaylens.views.draw import Placement, arrange
@@ -40,7 +44,8 @@ from replaylens.views.examples import DumpedThoughts
 from replaylens.views.html import fragment, join, script_json, tag, void
 from replaylens.views.pictures import Timeline, Tree, timeline
 from replaylens.views.report import ReportPage
-from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking
+from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking, thoughts_by_branch, with_rounds
+from replaylens.views.thoughts import picture as of_thoughts
 from tests.engine.thinking.reference import thinking_model
 from tests.toy_model import continuation, random_model, toy
 from tests.toy_model import engine as toy_engine
@@ -632,6 +637,85 @@ def test_html_has_a_column_a_chunk_and_a_bar_a_round() -> None:
     classes = [value or "" for name, value in found.attributes if name == "class"]
     assert sum(c.startswith("rl-chunk") for c in classes) == sum(c.startswith("rl-thought") for c in classes) == 3
     assert classes.count("rl-bar rl-accepted") == 2 and classes.count("rl-bar rl-rejected") == 1
+
+
+def test_every_part_has_its_place() -> None:
+    """One column per chunk after the names, rows from the thought at the top to the tokens, and one more per round."""
+    html = replace(PICTURE, chunks=(*PICTURE.chunks, DrawnChunk((" heads",), ())))._repr_html_().split('class="rl-thinking"')[1]
+    names = "thought|up|adds|chunk|kv|bar rl-accepted|bar rl-rejected"
+    parts = rf'class="rl-({names})[^"]*" style="grid-row:(\d+);grid-column:([\d/]+)"'
+    expected = [
+        ("kv", "4", "2/6"),
+        ("bar rl-accepted", "8", "2/4"),
+        ("bar rl-rejected", "8", "4/5"),
+        ("bar rl-accepted", "9", "4/5"),
+    ]
+    for column in "2345":
+        expected += [(part, row, column) for part, row in (("up", "3"), ("adds", "5"), ("up", "6"), ("chunk", "7"))]
+    expected += [("thought", "1", column) for column in "234"]  # the last chunk is the answer, which does not think
+    assert sorted(re.findall(parts, html)) == sorted(expected)
+    assert re.findall(r'style="grid-row:2;grid-column:(\d)"><div class="rl-blocks"', html) == ["2", "3", "4"]
+    assert dict(re.findall(r'class="rl-row" style="grid-row:(\d)">([^<]*)<', html)) == {
+        "1": "Z, thought", "2": "T, C", "3": "L_out", "4": "KV", "5": "L_in", "6": "", "7": "X, input",
+        "8": "round 1", "9": "round 2",
+    }  # fmt: skip
+
+
+def thoughts_by_hand() -> Thoughts:
+    """Chunks of 2 tokens: 5 6, an empty thought, 7, and a state of norm 5 that the third chunk receives. Two rounds: after the
+    first, chunks 1 and 2 are rolled back, which had thought 9 and nothing."""
+
+    def thought(*tokens: int) -> Thought:
+        likely = torch.tensor([[0.5, 0.25], [0.25, 0.125], [1.0, 0.0]])[: len(tokens)]
+        return Thought(
+            tokens, torch.zeros(len(tokens), 2), {"thinking.top_logprobs": likely.log()}, torch.zeros(0, 2), torch.zeros(2, 2)
+        )
+
+    state = PlacedEdit("thinking.state", "add", torch.tensor([[3.0, 0.0], [0.0, 4.0]]), 4, 6, (), 1.0, 0)
+    chunks = thought(5, 6, 1), thought(1), thought(7, 1)
+    rounds = Round(0, 1, 3, ((9, 1), (1,))), Round(1, 3, 3)
+    config = ThinkingConfig(chunk=2, read_layer=3, eos_token=1, pad_token=0, write_layer=1)
+    return Thoughts(config, thought(1), chunks, {2: state}, rounds=rounds)
+
+
+def test_a_picture_of_thoughts_made_by_hand() -> None:
+    """Words, norms, probabilities and rounds, with the answer as a last chunk that receives the last state."""
+    found = of_thoughts(Text(None), [10, 11, 12, 13, 14, 15, 16], thoughts_by_hand(), "By hand")
+    first, second, third, answer = found.chunks
+    assert [chunk.tokens for chunk in found.chunks] == [(" 10", " 11"), (" 12", " 13"), (" 14", " 15"), (" 16",)]
+    assert [chunk.thought for chunk in found.chunks] == [(" 5", " 6", "<EOS>"), ("<EOS>",), (" 7", "<EOS>"), ()]
+    assert [chunk.state for chunk in found.chunks] == [0.0, 0.0, 5.0, 0.0]
+    assert first.facts == ("step 0\tp 0.500", "step 1\tp 0.250", "step 2\tp 1.000") and second.facts == ("step 0\tp 0.500",)
+    assert answer.facts == () and third.facts == first.facts[:2]
+    dropped = DrawnChunk((" 12", " 13"), (" 9", "<EOS>"), None), DrawnChunk((" 14", " 15"), ("<EOS>",), None)
+    assert found.rounds == (DrawnRound(0, 1, 3, dropped), DrawnRound(1, 3, 3))
+    assert (found.title, found.layers) == ("By hand", (1, 3))
+    assert len(of_thoughts(Text(None), [10, 11, 12, 13, 14, 15], thoughts_by_hand()).chunks) == 3, "nothing was answered"
+
+
+def test_thoughts_in_trees_and_timelines() -> None:
+    """A thought stands at the last token of its chunk, on its branch. A timeline begins with the rounds: what was known before,
+    what was kept, and what was rolled back."""
+    thoughts = thoughts_by_hand()
+    record: Any = SimpleNamespace(
+        id=4, root_length=6, cut=[SimpleNamespace(id=7, fork_position=2), SimpleNamespace(id=8, fork_position=6)]
+    )
+    assert thoughts_by_branch(Text(None), record, thoughts) == {
+        4: {1: (" 5", " 6", "<EOS>"), 5: (" 7", "<EOS>")},
+        7: {3: (" 9", "<EOS>")},
+    }
+    told = Timeline((Frame(Phase.DECODE, "a token", Fill(6), others=2),))
+    ran, gone, kept, last = with_rounds(told, Text(None), thoughts).frames
+    known = Slot(" 5  6 <EOS>", TokenState.ACCEPTED, 0, label="Z1")
+    assert ran.phase is Phase.PREFILL and ran.kv == Fill(0, draft=6) and ran.generated == ()
+    assert ran.caption == "round 1: chunks 0 to 2 in one canonical pass, with guessed thoughts"
+    assert gone.phase is Phase.ROLLBACK and gone.kv == Fill(2)
+    assert gone.caption == "round 1: KV kept up to chunk 0; chunks 1 to 2 rolled back with their thoughts"
+    rejected = [Slot(" 9 <EOS>", TokenState.REJECTED, 1, label="Z2"), Slot("<EOS>", TokenState.REJECTED, 2, label="Z3")]
+    assert gone.generated == (known, *rejected)
+    assert kept.phase is Phase.ACCEPT and kept.kv == Fill(6) and kept.caption == "round 2: KV kept up to chunk 2"
+    assert kept.generated == (known, Slot(" 7 <EOS>", TokenState.ACCEPTED, 2, label="Z3"))
+    assert last == told.frames[0] and [frame.others for frame in (ran, gone, kept)] == [2, 2, 2]
 
 
 # ---- dumped thoughts -------------------------------------------------------------------------------------------------

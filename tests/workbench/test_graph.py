@@ -271,12 +271,13 @@ class Leaves:
         return value
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "neox"])
-def test_edges_agree_with_float64(name: str) -> None:
-    """Into the output and into features, against autograd through the decoder in float64."""
+@pytest.mark.parametrize(("name", "cross"), [("gpt2", False), ("gemma2", False), ("neox", False), ("gpt2", True)])
+def test_edges_agree_with_float64(name: str, cross: bool) -> None:
+    """Into the output and into features, against autograd through the decoder in float64. cross: a feature's edges are sums
+    over the layers that it writes to, and an error is what all that write to its layer leave."""
     served, model = Engine.load(hugging_face(name), check=False), load(hugging_face(name)).double()
     layers = served.config.num_layers
-    made = random_transcoders(served.config.d_model, layers)
+    made = random_transcoders(served.config.d_model, layers, cross)
     writes = [served.sites.resolve(WRITE.format(layer)) for layer in range(layers)]
     tap, ops = Leaves([*writes, "blocks.0.hook_in"]), FrozenOps([len(PATH)])
     rows = model(torch.tensor(PATH), torch.arange(len(PATH)), ops, tap)
@@ -289,7 +290,7 @@ def test_edges_agree_with_float64(name: str) -> None:
         if node.kind == "output":
             target = before_softcap[3] - before_softcap[4]
         else:
-            weights = made[node.layer].weights  # type: ignore[index]
+            weights = next(each.weights for each in made if each.config.hook == READ.format(node.layer))
             target = (
                 tap.values[served.sites.resolve(READ.format(node.layer))][node.position]
                 @ weights.W_enc[:, node.number].double()
@@ -302,24 +303,27 @@ def test_edges_agree_with_float64(name: str) -> None:
 
 
 def expected_edges(graph: Graph, made: list[SparseFeatures], gradients: dict[str, Tensor], values: dict[str, Tensor]) -> Tensor:
-    """Of features, errors and tokens, from gradients in float64."""
+    """Of features, errors and tokens, from gradients in float64. What has no gradient leads nowhere."""
     out, by_layer = [], {int(s.split(".")[1]): s for s in gradients if s != "blocks.0.hook_in"}
+    layer_of = lambda site: int(site.split(".")[1])  # noqa: E731
+    writing = [(layer_of(each.config.hook), layer_of(each.config.hook_out), each) for each in made]
+    features = [node for node in graph.all_nodes if node.kind == "feature"]
     for node in graph.all_nodes:
+        edge = torch.tensor(0.0, dtype=torch.float64)
         if node.kind == "token":
-            g = gradients["blocks.0.hook_in"]
-            out.append(g[node.position] @ values["blocks.0.hook_in"][node.position].detach())
-        elif node.kind in ("feature", "error") and node.layer not in by_layer:
-            out.append(torch.tensor(0.0, dtype=torch.float64))
-        elif node.kind == "feature":
-            out.append(
-                gradients[by_layer[node.layer]][node.position] @ made[node.layer].decoder[node.number].double() * node.value
-            )  # type: ignore[index]
-        elif node.kind == "error":
-            mine = [n for n in graph.all_nodes if n.kind == "feature" and (n.layer, n.position) == (node.layer, node.position)]
-            left = values[by_layer[node.layer]][node.position].detach() - made[node.layer].weights.b_dec.double()  # type: ignore[index]
-            for n in mine:
-                left = left - n.value * made[node.layer].decoder[n.number].double()  # type: ignore[index]
-            out.append(gradients[by_layer[node.layer]][node.position] @ left)  # type: ignore[index]
+            edge = gradients["blocks.0.hook_in"][node.position] @ values["blocks.0.hook_in"][node.position].detach()
+        for reads, writes, each in writing if node.kind == "feature" else ():
+            if reads == node.layer and writes in by_layer:
+                edge = edge + gradients[by_layer[writes]][node.position] @ each.decoder[node.number].double() * node.value
+        if node.kind == "error" and node.layer in by_layer:
+            left = values[by_layer[node.layer]][node.position].detach()
+            for reads, writes, each in writing:
+                if writes == node.layer:
+                    own = [n for n in features if (n.layer, n.position) == (reads, node.position)]
+                    left = left - each.weights.b_dec.double() - sum(n.value * each.decoder[n.number].double() for n in own)
+            edge = gradients[by_layer[node.layer]][node.position] @ left
+        if node.kind in ("token", "feature", "error"):
+            out.append(edge)
     return torch.stack(out)
 
 
