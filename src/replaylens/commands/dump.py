@@ -39,7 +39,7 @@ from replaylens.commands.options import (
     know_task,
     unknown_maker,
 )
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.errors import BadRequest, BadRollouts, BadWeights
 from replaylens.engine.machine import in_bytes, require_room
@@ -138,6 +138,8 @@ def dump(
     with reporting(lambda: "the same command with --resume" if _is_begun(out) else None):
         check_drafter(model, drafter, draft_model)
         _check_texts(out, texts, label, task, knob)
+        if texts is None:
+            refuse_idle(["text"], "without --texts, of whose lines it is a field. Give --texts")
         if keep is not None and not features:
             raise BadRequest(f"--keep {keep} says how many of --features to store, and none are given. Leave it out.")
         Store(out).require_writable()

@@ -21,7 +21,7 @@ from replaylens.commands.options import (
     know_task,
     unknown_maker,
 )
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.machine import EXAMPLE_BYTES, require_room
@@ -99,6 +99,12 @@ def probe(
         from replaylens.probes.settings import SweepKeywords
         from replaylens.probes.sweeps import require_jobs, sweep
 
+        if model is None:
+            refuse_idle(["dtype"], "without --model: it is the arithmetic of the untrained model. Give --model")
+        if "logistic" not in _words(estimators):
+            refuse_idle(["code_length"], f"with --estimators {estimators}: it is of logistic probes. Give logistic, too")
+        if split.partition(":")[0] in ("length", "part"):
+            refuse_idle(["folds"], f"with --split {split}, which has one fold. Give another split")
         require_jobs(jobs, backend)
         _check_outputs(out, save_probes, resume)
         found = _open(path, check, task)
@@ -156,6 +162,11 @@ def steer(
         require_room(f"n={n}", memory=n * EXAMPLE_BYTES)
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
+        if test != "steer":
+            refuse_idle(["factor"], f"with --test {test}. Give --test steer")
+        if saved is not None:
+            fitted = ["label", "site", "layer", "position", "estimator"]
+            refuse_idle(fitted, f"with --probe {saved}, which has its own. Leave out --probe")
         found = _open(path, check, task)
         engine = engine_for(found, model, device, dtype)
         if engine is None:

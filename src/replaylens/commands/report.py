@@ -26,7 +26,7 @@ from replaylens.commands.options import (
     unknown_maker,
     verify_command,
 )
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.machine import in_bytes
@@ -66,6 +66,11 @@ def report(
     with reporting():
         page_file(out)
         dump, probes = _open(sources)
+        if dump is None:
+            of_dump = ["model", "task", "features", "device", "dtype", "verify", "trees"]
+            refuse_idle(of_dump, "without a dump. Name the folder of one")
+        if not verify:
+            refuse_idle(["features"], "with --verify 0: they are for the replay. Give another share")
         if dump is not None:
             know_task(task, dump)
         engine = None

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperCommand
 
-from replaylens.engine.errors import ClusterFailed, DumpLocked, EngineError, RankFailed, StoreFailed
+from replaylens.engine.errors import BadRequest, ClusterFailed, DumpLocked, EngineError, RankFailed, StoreFailed
 from replaylens.tasks.errors import TaskError
 
 NOT_DONE, OUT_OF_REACH, INTERRUPTED, TERMINATED = 2, 3, 130, 143
@@ -72,19 +72,35 @@ def say_error(error: Exception) -> None:
     say(f"{type(error).__name__}: {in_shell_words(str(error))}")
 
 
-_parameters: ContextVar[Sequence[Any]] = ContextVar("parameters", default=())
-"""of the command that runs"""
+_running: ContextVar[Any] = ContextVar("running", default=None)
+"""the context of the command that runs"""
 
 
 class Command(TyperCommand):
     """A command whose errors name its options."""
 
     def invoke(self, ctx: Any) -> Any:
-        before = _parameters.set(self.params)
+        before = _running.set(ctx)
         try:
             return super().invoke(ctx)
         finally:
-            _parameters.reset(before)
+            _running.reset(before)
+
+
+def _parameters() -> Sequence[Any]:
+    """Of the command that runs."""
+    context = _running.get()
+    return () if context is None else context.command.params
+
+
+def refuse_idle(names: Sequence[str], why: str) -> None:
+    """Raise BadRequest for the first of these options that was given to the running command, where it can have no effect.
+
+    names  of the command's parameters
+    """
+    for each in _parameters():
+        if each.name in names and _running.get().get_parameter_source(each.name).name == "COMMANDLINE":
+            raise BadRequest(f"{each.opts[0]} has no effect {why}, or leave it out.")
 
 
 SHELL_NAMES = {"examples": "n", "examples_per_shard": "shard_examples"}
@@ -93,7 +109,7 @@ SHELL_NAMES = {"examples": "n", "examples_per_shard": "shard_examples"}
 
 def in_shell_words(text: str) -> str:
     """The message of a call with `max_new=5` as `--max-new 5`, for options that the running command has."""
-    known = {each.name: each for each in _parameters.get()}
+    known = {each.name: each for each in _parameters()}
 
     def written(found: re.Match[str]) -> str:
         option = known.get(found[1]) or known.get(SHELL_NAMES.get(found[1], ""))

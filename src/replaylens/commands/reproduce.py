@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
 
@@ -23,6 +23,8 @@ def reproduce(
     from replaylens.workbench.reproduce import reproduce as made
 
     if listed:
+        with reporting():
+            refuse_idle(["name", "as_json"], "with --list. Leave out --list")
         for figure in FIGURES.values():
             typer.echo(f"{figure.name:<16} arXiv {figure.source}  {figure.claim}")
         return

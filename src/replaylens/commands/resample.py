@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replaylens.commands.options import MODEL, DeviceOption, DtypeOption, ModelOption
-from replaylens.commands.reporting import reporting
+from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.machine import require_room
@@ -78,6 +78,8 @@ def resample(
         options = ResampleKeywords(at=_at(at), max_new=max_new, sites=sites, keep=_keep(keep), replace=replace, wave=wave)
         options["sampling"] = Sampling(temperature=temperature, seed=seed)
         options["answer"] = _answer(answer, choice or [], after)
+        if not sites:
+            refuse_idle(["keep"], "without --sites: it says which rows of these to keep. Give --sites, such as S")
         if dump is not None and not sites:
             raise BadRequest("--dump writes the rows of --sites, and none are captured. Give --sites, such as S.")
         output_path(out, folder=True)

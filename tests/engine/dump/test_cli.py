@@ -780,7 +780,7 @@ def test_options_of_probe(calls: Calls, tmp_path: Path) -> None:
     said = told(
         f"probe d --label 'face, parity' --sites ST --layers 1,3 --positions 'step,\"text:a, b\",query-1'"
         f" --estimators ridge,logistic"
-        f" --split length:3 --folds 4 --permutations 19 --metric auroc --branches all --model m --task t"
+        f" --split depth:3 --folds 4 --permutations 19 --metric auroc --branches all --model m --task t"
         f" --no-controls --residualise"
         f" position,steps --code-length --precision single --device cuda"
         f" --dtype float32 --jobs 2 --backend loky --resume {tmp_path}/r --seed 7"
@@ -790,7 +790,7 @@ def test_options_of_probe(calls: Calls, tmp_path: Path) -> None:
         {"a": 1}
     ]
     other = {
-        "sites": "ST", "positions": ("step", "text:a, b", "query-1"), "estimators": ("ridge", "logistic"), "split": "length:3",
+        "sites": "ST", "positions": ("step", "text:a, b", "query-1"), "estimators": ("ridge", "logistic"), "split": "depth:3",
         "engine": "the engine", "resume": f"{tmp_path}/r", "jobs": 2, "backend": "loky", "progress": True, "folds": 4,
         "permutations": 19, "metric": "auroc", "branches": "all", "controls": False, "code_length": True, "precision": "single",
         "device": "cuda", "seed": 7, "layers": (1, 3), "residualise": ("position", "steps"),
@@ -825,8 +825,9 @@ def test_options_of_steer(calls: Calls, tmp_path: Path, test: str) -> None:
         ("the dump", None, "cpu", None),
         {},
     )
+    factor = "--factor 2.5" if test == "steer" else ""
     told(
-        f"steer d --test {test} --label face --site T --layer 2 --position step --estimator ridge --factor 2.5 --n 9"
+        f"steer d --test {test} --label face --site T --layer 2 --position step --estimator ridge {factor} --n 9"
         f" --placebos 3"
         f" --model m --task t --device cuda --dtype float32 --seed 4 --no-check --out {tmp_path}/o"
     )
@@ -848,6 +849,39 @@ def test_options_of_steer(calls: Calls, tmp_path: Path, test: str) -> None:
     del calls.made["fit_probe"]
     told(f"steer d --test {test} --probe {tmp_path}/p")
     assert calls.made[test][0] == ("its maker", "a saved probe", ["prompts"]) and "fit_probe" not in calls.made
+
+
+IDLE = {
+    "probe d --dtype banana": "--dtype has no effect without --model",
+    "probe d --dtype float32 --folds 3": "--dtype has no effect without --model",
+    "probe d --estimators ridge,lda --code-length": "--code-length has no effect with --estimators ridge,lda",
+    "probe d --split length:3 --folds 4": "--folds has no effect with --split length:3",
+    "steer d --test ablate --factor 2": "--factor has no effect with --test ablate",
+    "steer d --probe p --layer 3": "--layer has no effect with --probe p",
+    "steer d --probe p --estimator mass-mean": "--estimator has no effect with --probe p",
+    "report PROBES --dtype banana": "--dtype has no effect without a dump",
+    "report PROBES --verify 1": "--verify has no effect without a dump",
+    "report PROBES --device cuda": "--device has no effect without a dump",
+    "report d --verify 0 --features x=y": "--features has no effect with --verify 0",
+    "reproduce --list --json": "--json has no effect with --list",
+    "reproduce induction --list": "has no effect with --list",
+    "dump --out OUT --text x": "--text has no effect without --texts",
+    "resample --out OUT --prompt A --keep all": "--keep has no effect without --sites",
+}
+
+
+@pytest.mark.parametrize("line", IDLE)
+def test_options_without_an_effect_are_refused(line: str, calls: Calls, tmp_path: Path) -> None:
+    """Exit code 2 and one sentence, before the dump is opened or a model loaded."""
+    calls.replace("replaylens.commands.probe._open", "the dump")
+    if line.startswith("report d"):
+        calls.replace("replaylens.commands.report._open", ("the dump", ()))
+    Report("question", [{"a": 1}], {}, {}).save(tmp_path / "probes", figures=False)
+    words = line.replace("PROBES", str(tmp_path / "probes")).replace("OUT", str(tmp_path / "out"))
+    words += f" --out {tmp_path}/page.html" * line.startswith("report")
+    done = CliRunner().invoke(whole_app, shlex.split(words))
+    assert done.exit_code == 2 and IDLE[line] in done.stderr, (done.exit_code, done.stderr, done.exception)
+    assert done.stderr.strip().endswith("or leave it out.") and not calls.made.keys() - {"_open"}
 
 
 def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
