@@ -87,6 +87,17 @@ def require_own(path: str | Path, ours: Ours) -> None:
         raise BadRequest(f"{str(path)[:200]} is a file that replaylens did not write. Give another path.")
 
 
+def require_own_folder(path: str | Path, ours: Callable[[Path], bool]) -> None:
+    """BadRequest if a folder holds something, and is not ours. What a stopped writer left there is nobody's."""
+    folder = Path(path)
+    there = sorted(name for name in os.listdir(folder) if not name.endswith((TEMPORARY, WAITING))) if folder.is_dir() else []
+    if there and not ours(folder):
+        raise BadRequest(
+            f"{str(path)[:200]} holds {there[0][:100]!r}, and nothing that this call wrote before. Give a new or an empty "
+            "folder."
+        )
+
+
 def write_file(path: str | Path, content: bytes | str, ours: Ours | None = None, advice: str = AGAIN) -> Path:
     """Write a whole file, and its folder if there is none. A link is followed. Returns the path.
 

@@ -19,7 +19,7 @@ from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_int
 from replaylens.engine.serving.branch import Branch
-from replaylens.probes.checks import as_draws, example_list
+from replaylens.probes.checks import PLACEBO_BYTES, as_draws, example_list
 from replaylens.probes.controls import majority, make_goal
 from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError
@@ -407,7 +407,7 @@ def _compare(
 ) -> Report:
     """Run the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
     seed = as_int("seed", seed, 0, error=ProbeError)
-    if as_draws("placebos", placebos, -1) < 1:
+    if as_draws("placebos", placebos, -1, PLACEBO_BYTES) < 1:
         raise ProbeError(f"placebos={placebos} leaves nothing to compare the effect with. Give at least one placebo.")
     ceilings = ceilings or {}
     directions = [probe, *(_random(probe, i, seed) for i in range(placebos)), *untrained]

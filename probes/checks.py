@@ -106,10 +106,17 @@ def same_length(**columns: Any) -> None:
         raise BadRows(f"{' and '.join(lengths)} have no rows. Give at least one value per row, as an array.")
 
 
-def as_draws(name: str, value: Any, least: int = 0) -> int:
-    """A number of random draws, each of which takes a number at least; ProbeError if there is no memory for them."""
+PLACEBO_BYTES = 1000
+"""what a probe takes at least"""
+
+
+def as_draws(name: str, value: Any, least: int = 0, each: int = 8) -> int:
+    """A number of random draws; ProbeError if there is no memory for them.
+
+    each  bytes that a draw takes at least
+    """
     found = as_int(name, value, least, error=ProbeError)
-    require_room(f"{name}={short_repr(found)}", memory=8 * found, error=ProbeError)
+    require_room(f"{name}={short_repr(found)}", memory=each * found, error=ProbeError)
     return found
 
 

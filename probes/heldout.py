@@ -15,6 +15,7 @@ from replaylens.engine.errors import no_such
 from replaylens.engine.replay.run import Run
 from replaylens.probes import intervals, registry, solvers
 from replaylens.probes.areas import area_of_classes, balanced_accuracy
+from replaylens.probes.checks import as_draws
 from replaylens.probes.controls import METRICS, ZERO, Goal, make_goal
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.groups import independent
@@ -307,10 +308,16 @@ def permutation_test(
 
 def label_orders(goal: Goal, roots: np.ndarray, groups: np.ndarray, count: int, seed: int) -> np.ndarray:
     """[count, rows]: for each row, the row whose label it takes; rows without a label keep none."""
+    require_orders(count, len(roots))
     rows = np.flatnonzero(goal.present)
     orders = np.broadcast_to(np.arange(len(roots)), (count, len(roots))).copy()
     orders[:, rows] = rows[group_permutations(goal.codes[rows], roots[rows], count, seed, groups[rows])]
     return orders
+
+
+def require_orders(permutations: int, rows: int) -> None:
+    """Raise ProbeError if there is no memory for so many orders of the rows: each is held three times while they are drawn."""
+    as_draws("permutations", permutations, each=3 * 8 * rows)
 
 
 def refitted(

@@ -31,7 +31,7 @@ from replaylens.engine.serving.watch import probe_record
 from replaylens.engine.terminal import hidden
 from replaylens.probes import registry
 from replaylens.probes.arrays import LABEL
-from replaylens.probes.checks import as_matrix, make_folder, no_nan
+from replaylens.probes.checks import PLACEBO_BYTES, as_draws, as_matrix, make_folder, no_nan
 from replaylens.probes.controls import make_goal
 from replaylens.probes.erasers import Leace, Moments, MomentStream, row_space
 from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
@@ -336,7 +336,7 @@ def fit_probe(
 
 def placebo_probes(given: Dump | Run | ProbeRows, like: LinearProbe, count: int = 8, seed: int = 0) -> list[LinearProbe]:
     """Probes of the same kind, site and position as `like`, each fitted on labels exchanged between roots."""
-    rows, cell = ProbeRows.of(given), like.cell
+    rows, cell, count = ProbeRows.of(given), like.cell, as_draws("count", count, each=PLACEBO_BYTES)
     how: dict[str, Any] = dict(site=cell.site, layer=cell.layer, position=like.position, estimator=like.estimator)
     return [fit_probe(rows, like.label, **how, shuffled=True, seed=seed + i) for i in range(count)]
 

@@ -359,13 +359,17 @@ def report_folder(given: str | Path) -> Path:
         if _FIGURE.fullmatch(path.name):
             require_own(path, is_stamped)
     taken = [name for name in (FILE, SUMMARY, TABLE) if (folder / name).exists()]
-    try:
-        ours = not taken or json.loads((folder / FILE).read_bytes())["format"] == FORMAT
-    except (OSError, ValueError, TypeError, KeyError):
-        ours = False
-    if not ours:
+    if taken and not ((folder / FILE).is_file() and is_report((folder / FILE).read_bytes())):
         raise ProbeError(f"{folder} has a {taken[0]} that is not of a report, and would be overwritten. Give another folder.")
     return folder
+
+
+def is_report(content: bytes) -> bool:
+    """Whether a JSON file is one that `Report.save` wrote."""
+    try:
+        return bool(json.loads(content)["format"] == FORMAT)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return False
 
 
 def about_rows(rows: ProbeRows) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from io import BytesIO
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from replaylens.engine.display import is_stamped
+from replaylens.engine.dump.manifest import MANIFEST, PLAN
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
-from replaylens.engine.files import write_file
+from replaylens.engine.files import require_own_folder, write_file
 from replaylens.engine.machine import require_room
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int, as_list, short_repr, verb
@@ -49,11 +51,21 @@ from replaylens.probes.errors import (
     UnknownEstimator,
 )
 from replaylens.probes.groups import GIVEN, grouped, histories, independent, with_groups
-from replaylens.probes.heldout import HeldOutPredictions, OnlineCode, exchanged, held_out, label_orders, online_codes, refitted
+from replaylens.probes.heldout import (
+    HeldOutPredictions,
+    OnlineCode,
+    exchanged,
+    held_out,
+    label_orders,
+    online_codes,
+    refitted,
+    require_orders,
+)
 from replaylens.probes.intervals import LEVEL, corrected_p, mean_over_groups
 from replaylens.probes.permutations import EXCHANGED, Null, exchanged_share, why_no_exchange, with_partners
 from replaylens.probes.positions import Position, PositionFunction
-from replaylens.probes.report import Report, about_rows, percent, score_line
+from replaylens.probes.probe import is_probe
+from replaylens.probes.report import Report, about_rows, is_report, percent, score_line
 from replaylens.probes.rows import LATER, Cell, ProbeRows
 from replaylens.probes.settings import NAMED_SPLITS, NEEDS_BOTH, MakeSplit, SweepKeywords, SweepSettings, own_split, splitter
 from replaylens.probes.solvers import Solution, one_hot, solve_path
@@ -253,6 +265,7 @@ class SweepCache:
         self.folder, self.key = None if folder is None else make_folder(folder), key
         if self.folder is None:
             return
+        require_own_folder(self.folder, holds_probes)
         noted = self.folder / _KEY
         if not noted.exists() or not noted.stat().st_size:  # an older version could leave it empty on a full disk
             for path in parts_in(self.folder):
@@ -285,6 +298,27 @@ class SweepCache:
         np.savez(content, allow_pickle=False, **made)
         write_file(path, _sealed(content.getvalue(), self.key, path.stem), advice=_ROOM)
         return made
+
+
+def holds_probes(folder: Path) -> bool:
+    """Whether a folder is one that sweeps write into: with parts of one, a report, a figure or a saved probe, or with nothing
+    but such folders. A dump is none, whatever else is in it."""
+    there = list(folder.iterdir())
+    if not {MANIFEST, PLAN}.isdisjoint(path.name for path in there):
+        return False
+    if any(path.name == _KEY or (path.is_file() and _is_own(path)) for path in there):
+        return True
+    return bool(there) and all(path.is_dir() and holds_probes(path) for path in there)
+
+
+def _is_own(path: Path) -> bool:
+    with suppress(OSError):
+        match path.suffix:
+            case ".json":
+                return is_report(path.read_bytes()) or is_probe(path.read_bytes())
+            case ".png":
+                return is_stamped(path.read_bytes())
+    return False
 
 
 def parts_in(folder: Path) -> list[Path]:
@@ -468,6 +502,7 @@ class _Sweep:
         probed = [place for place in places if place.goals]
         if not probed:
             raise BadRows(f"No label can be probed at any position. {' '.join(_notes(places))}")
+        require_orders(self.settings.permutations, max(len(place.rows) for place in probed))
         with tqdm(total=len(probed) * len(cells), unit="cell", disable=hidden(self.progress)) as bar:
             for place in probed:
                 self._fill(place, parts, bar)

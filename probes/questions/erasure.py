@@ -11,7 +11,7 @@ from replaylens.engine.errors import no_such
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int
 from replaylens.probes.causal import InterventionRunner, Subject, Variant, difference, line_of, line_of_placebos, refits, steer
-from replaylens.probes.checks import as_draws, example_list, layer_list, names
+from replaylens.probes.checks import PLACEBO_BYTES, as_draws, example_list, layer_list, names
 from replaylens.probes.controls import make_goal
 from replaylens.probes.erasers import Inlp, Leace
 from replaylens.probes.errors import BadRows, NoTask, ProbeError
@@ -64,7 +64,7 @@ def amnesic(
     for name in erasers:
         if name not in ERASERS:
             raise ProbeError(no_such("eraser", name, ERASERS))
-    placebos, seed = as_draws("placebos", placebos, 1), as_int("seed", seed, 0, error=ProbeError)
+    placebos, seed = as_draws("placebos", placebos, 1, PLACEBO_BYTES), as_int("seed", seed, 0, error=ProbeError)
     rows = ProbeRows.of(given)
     if rows.about.task is None:
         raise NoTask(

@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -18,7 +19,11 @@ from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.replay import replayer
 from replaylens.engine.request.values import output_path
+from replaylens.probes import sweeps
 from replaylens.probes.errors import ProbeError
+from replaylens.probes.heldout import permutation_test
+from replaylens.probes.probe import fit_probe, placebo_probes
+from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
 
 # Facts
@@ -147,6 +152,8 @@ COMMANDS = {
     "probe OUT --resume /proc/x": "Cannot write to /proc/x",
     "probe OUT --save-probes /proc/x": "Cannot write to /proc/x",
     "steer OUT --n 99999999999999": "--n 99999999999999 takes about",
+    "steer OUT --placebos 100000000000": "--placebos 100000000000 takes about 100.0 TB of memory",
+    "probe OUT --permutations 100000000000000": "--permutations 100000000000000 takes about 800.0 TB of memory",
     "report OUT --out /proc/x.html": "Cannot write to /proc/x.html",
 }
 
@@ -180,6 +187,24 @@ def test_calls_ask_first(tmp_path: Path, request: pytest.FixtureRequest) -> None
         with pytest.raises(error, match=said):
             call()
     assert make_plan(coin, task, 2, max_new=512, window=512).max_new == 512, "the control"
+
+
+@pytest.mark.usefixtures("idle")
+def test_draws_ask_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Orders of rows are held three times; placebos are probes. By hand: 3 x 8 bytes x 12 rows x the permutations."""
+    rows = ProbeRows.of_arrays(np.random.default_rng(0).normal(size=(12, 3)), {"label": np.array(["a", "b"] * 6)}, range(12))
+    how: dict[str, Any] = dict(positions="all", estimators="ridge", controls=False, folds=2)
+    monkeypatch.setattr(machine, "total_memory", lambda: 3 * 8 * 12 * 20)
+    assert sweep(rows, "label", permutations=20, **how).lines, "the control"
+    monkeypatch.setattr(sweeps, "held_out", lambda *given, **options: pytest.fail("work before the gate"))
+    with pytest.raises(ProbeError, match=r"^permutations=21 takes about 6.0 kB of memory, and there are 5.8 kB"):
+        sweep(rows, "label", permutations=21, **how)
+    with pytest.raises(ProbeError, match="permutations=21 takes about"):
+        permutation_test(rows, "label", site="X", position="all", permutations=21, folds=2)
+    probe = fit_probe(rows, "label", site="X", position="all", estimator="mass-mean")
+    monkeypatch.setattr("replaylens.probes.probe.fit_probe", lambda *given, **options: pytest.fail("work before the gate"))
+    with pytest.raises(ProbeError, match=r"count=6 takes about 6\.0 kB"):
+        placebo_probes(rows, probe, count=6)
 
 
 def test_captured_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def probe(
         _list(as_json)
         return
     with reporting(lambda: "the same command" if resume else None):
+        from replaylens.probes.checks import as_draws
         from replaylens.probes.settings import SweepKeywords
         from replaylens.probes.sweeps import require_jobs, sweep
 
@@ -106,6 +107,7 @@ def probe(
         if split.partition(":")[0] in ("length", "part"):
             refuse_idle(["folds"], f"with --split {split}, which has one fold. Give another split")
         require_jobs(jobs, backend)
+        as_draws("permutations", permutations)
         _check_outputs(out, save_probes, resume)
         found = _open(path, check, task)
         if save_probes is not None:
@@ -156,10 +158,12 @@ def steer(
     """Test a probe's direction causally: does the answer follow it more than random directions?"""
     with reporting():
         from replaylens.probes import causal
+        from replaylens.probes.checks import PLACEBO_BYTES, as_draws
         from replaylens.probes.probe import LinearProbe, fit_probe, placebo_probes
 
         _check_outputs(out)
         require_room(f"n={n}", memory=n * EXAMPLE_BYTES)
+        as_draws("placebos", placebos, each=PLACEBO_BYTES)
         if test not in TESTS:
             raise BadRequest(f"Unknown --test {test}. Use one of {', '.join(TESTS)}.")
         if test != "steer":
@@ -234,15 +238,17 @@ def _save_best(dump: Dump, report: Report, folder: Path) -> None:
 
 
 def _check_outputs(report: str | None, *folders: str | None) -> None:
-    """Raise before the work if its result could not be written."""
+    """Raise before the work if its result could not be written, or would be among files of somebody else."""
+    from replaylens.engine.files import require_own_folder
     from replaylens.engine.request.values import output_path
     from replaylens.probes.report import report_folder
+    from replaylens.probes.sweeps import holds_probes
 
     if report is not None:
         report_folder(report)
-    for folder in folders:
+    for folder in (report, *folders):
         if folder is not None:
-            output_path(folder, folder=True)
+            require_own_folder(output_path(folder, folder=True), holds_probes)
 
 
 def _refuse_foreign_probes(folder: Path, labels: Sequence[str]) -> None:

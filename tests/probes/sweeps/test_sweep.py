@@ -6,6 +6,8 @@ import math
 import os
 import re
 import runpy
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from replaylens.cli import app
 from replaylens.engine.cluster import connected
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import EngineError, FingerprintMismatch
+from replaylens.engine.errors import BadRequest, EngineError, FingerprintMismatch
 from replaylens.probes import controls, groups, intervals, sweeps, tabulate
 from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import BadProbeFile, BadRows, MissingLabel, ProbeError, SweepMismatch, UnknownEstimator
@@ -155,6 +157,7 @@ def test_probes_of_a_command_replace_no_foreign_file(coin_dump: Dump, tmp_path: 
     words += ["--estimators", "ridge", "--permutations", "0", "--no-controls"]
     (tmp_path / "face.safetensors").write_bytes(b"mine")
     (tmp_path / "heatmap-face-ridge.png").write_bytes(b"mine")
+    (tmp_path / "sweep.key").write_bytes(b"mine")  # or the whole folder is refused
     with monkeypatch.context() as patch:
         patch.setattr(sweeps, "sweep", lambda *_, **__: pytest.fail("the work has begun"))
         for option in ("--save-probes", "--out"):
@@ -171,6 +174,56 @@ def test_probes_of_a_command_replace_no_foreign_file(coin_dump: Dump, tmp_path: 
         assert done.exit_code == 3 and done.stderr.startswith("DumpWriteFailed: Cannot write "), done.stderr
         assert str(tmp_path / "new") in done.stderr and "No space left on device" in done.stderr
         assert kept in done.stderr and "Make room" in done.stderr
+
+
+FOREIGN: dict[str, Callable[[Path, Dump, Path], Any]] = {
+    "a dump": lambda folder, dump, report: shutil.copytree(dump.url, folder),
+    "a dump with a report": lambda folder, dump, report: (shutil.copytree(dump.url, folder), shutil.copy(report, folder)),
+    "a note": lambda folder, dump, report: (folder.mkdir(), (folder / "notes.txt").write_text("mine")),
+    "a note beside parts": lambda folder, dump, report: (parts_of(folder / "parts"), (folder / "notes.txt").write_text("mine")),
+    "json of somebody": lambda folder, dump, report: (folder.mkdir(), (folder / "state.json").write_text('{"format": "mine"}')),
+}
+"""folders that no sweep wrote"""
+OWN: dict[str, Callable[[Path, Path], Any]] = {
+    "empty": lambda folder, report: folder.mkdir(),
+    "left by a stopped writer": lambda folder, report: (folder.mkdir(), (folder / "sweep.key.1-2.tmp").touch()),
+    "a report": lambda folder, report: (folder.mkdir(), shutil.copy(report, folder)),
+    "parts": lambda folder, report: parts_of(folder),
+    "parts below": lambda folder, report: parts_of(folder / "parts"),
+}
+
+
+def parts_of(folder: Path) -> None:
+    """The folder of a sweep that was stopped before its first part."""
+    folder.mkdir(parents=True)
+    (folder / "sweep.key").touch()
+
+
+def test_a_sweep_writes_into_no_folder_of_somebody_else(
+    coin_dump: Dump, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dump, a folder with a note: refused before the work, and as it was. New, empty and own folders are taken."""
+    saved = report.save(tmp_path / "given", figures=False) / "report.json"
+
+    def begin(*given: Any, **options: Any) -> None:
+        raise BadRequest("The work has begun.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sweeps, "sweep", begin)
+        for option in ("--out", "--resume", "--save-probes"):
+            for number, (what, make) in enumerate(FOREIGN.items()):
+                make(folder := tmp_path / f"{option}{number}", coin_dump, saved)
+                before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+                done = CliRunner().invoke(app, ["probe", coin_dump.url, option, str(folder)])
+                assert done.exit_code == 2 and "Give a new or an empty folder" in done.stderr, (what, done.stderr)
+                assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+            for number, (what, make_own) in enumerate(OWN.items()):
+                make_own(folder := tmp_path / f"own{option}{number}", saved)
+                done = CliRunner().invoke(app, ["probe", coin_dump.url, "--label", "face", option, str(folder)])
+                assert "The work has begun." in done.stderr, (what, done.stderr)
+    FOREIGN["a note"](tmp_path / "mine", coin_dump, saved)
+    with pytest.raises(BadRequest, match=r"holds 'notes\.txt'"):
+        sweep(coin_dump, "face", **RIDGE, resume=tmp_path / "mine")
 
 
 def test_parts_of_another_split_are_not_used(tmp_path: Path) -> None:
