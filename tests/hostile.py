@@ -21,6 +21,7 @@ from torch._subclasses import FakeTensorMode
 from replaylens import boundary
 
 Mode = Callable[[], AbstractContextManager[Any]]
+Held = Callable[[], AbstractContextManager[Any] | None]
 AARCH64 = platform.machine() == "aarch64"
 ROUNDINGS = {"up": 1, "down": 2, "to zero": 3} if AARCH64 else {"up": 2, "down": 1, "to zero": 3}
 """the processor's numbers for the directions other than to nearest, which is 0"""
@@ -119,7 +120,7 @@ COMBINED = {
 class Crossing:
     """A call from the test into the package."""
 
-    def __init__(self, here: threading.local, modes: tuple[Mode, ...], held: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, here: threading.local, modes: tuple[Mode, ...], held: Held) -> None:
         self.here, self.modes, self.held, self.stack = here, modes, held, ExitStack()
 
     def __enter__(self) -> None:
@@ -128,7 +129,7 @@ class Crossing:
             stack.callback(setattr, self.here, "within", False)
             for mode in self.modes:
                 stack.enter_context(mode())
-            stack.enter_context(self.held())
+            stack.enter_context(self.held() or nullcontext())
             self.stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -144,8 +145,8 @@ def hostile(*names: str, bounded: bool = True) -> Iterator[set[str]]:
     here, called, held = threading.local(), set[str](), boundary._held
     here.within, modes = False, tuple(MODES[name] for name in names)
 
-    def crossing(function: Callable[..., Any]) -> AbstractContextManager[Any]:
-        own = held if bounded else lambda function: nullcontext()
+    def crossing(function: Callable[..., Any]) -> AbstractContextManager[Any] | None:
+        own = held if bounded else lambda function: None
         if getattr(here, "within", True):  # threads of the package have the modes of their start
             return own(function)
         called.add(f"{function.__module__}.{function.__qualname__}".removeprefix("replaylens."))

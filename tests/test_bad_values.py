@@ -173,6 +173,27 @@ def test_only_a_wrong_argument_of_the_callers_is_explained(pool: dict[str, Any])
         pool["branch"].gradients(lambda logits: 1 / 0)
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError(), type("Own", (Exception,), {})()])
+def test_an_error_that_no_argument_causes_comes_out_as_it_is(error: Exception) -> None:
+    """Also where an argument is of another kind: a full disk was an invalid argument."""
+
+    def work(call: Callable[[], None], count: int) -> None:
+        call()
+
+    def fail(error: Exception) -> Callable[[], None]:
+        def raises() -> None:
+            raise error
+
+        return raises
+
+    enclosed = boundary._enclosed(work)
+    with pytest.raises(type(error)) as found:
+        enclosed(fail(error), "x")
+    assert found.value is error
+    with pytest.raises(BadRequest, match=r"Invalid count='x' in .*work\(\)"):  # control
+        enclosed(fail(TypeError()), "x")
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [

@@ -28,7 +28,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from replaylens.boundary import arithmetic, flushes, rounds_away
+from replaylens.boundary import arithmetic, rounds_usually
 from replaylens.engine.errors import ModesChanged
 from replaylens.kernels import threads as kernel_threads
 
@@ -50,7 +50,7 @@ def canonical() -> Iterator[None]:
         entered = _PROCESS.enter()
         try:
             yield
-            if torch.get_num_threads() != 1 or flushes() or rounds_away() or torch.is_autocast_enabled("cpu"):
+            if torch.get_num_threads() != 1 or not rounds_usually() or torch.is_autocast_enabled("cpu"):
                 raise ModesChanged(
                     "A hook function changed the number of threads, the flushing of denormal numbers, the direction of "
                     "rounding or autocast, and did not restore it. Nothing of this pass was committed. Restore it in the "
@@ -64,16 +64,35 @@ def canonical() -> Iterator[None]:
                 torch.set_autocast_enabled("cpu", True)
 
 
-def plain() -> AbstractContextManager[object]:
-    """Leave the caller's modes but for the number of threads; a block of nothing where there are none to leave.
+def plain() -> AbstractContextManager[object] | None:
+    """Leave the caller's modes but for the number of threads; None where there are none to leave.
 
     Tensors that are made within are ordinary ones: they can be changed later, and autograd can save them.
     """
-    intercepted = _C._len_torch_function_stack() or _C._len_torch_dispatch_stack() or _C._functorch.maybe_current_level()
-    entered = torch.is_inference_mode_enabled() or (_C._is_any_autocast_enabled() and not Autocast.own.entered)
-    if intercepted or entered or flushes() or rounds_away() or _read() != _PROCESS_MODES or _errors_are_raised():
+    # Every call of the package takes this look, so it reads what torch keeps, and calls nothing that reads it
+    if (
+        _function_modes()
+        or _dispatch_modes()
+        or _transforms()
+        or _in_inference()
+        or (_autocast() and not Autocast.own.entered)
+        or not rounds_usually()
+        or not _one_dnn()
+        or _precision("mkldnn", "matmul") not in _IEEE
+        or (_ERRORS.get(None) is not _USUAL_ERRORS and _errors_are_raised())
+    ):
         return _left()
-    return _NOTHING
+    return None
+
+
+_function_modes, _dispatch_modes = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
+_transforms, _in_inference = _C._functorch.maybe_current_level, _C.is_inference_mode_enabled
+_autocast = _C._is_any_autocast_enabled
+_one_dnn, _precision = _C._get_mkldnn_enabled, _C._get_fp32_precision_getter
+_IEEE = ("none", "ieee")
+"""by default, and by name"""
+_ERRORS = np._core.umath._extobj_contextvar  # type: ignore[attr-defined]  # np.geterr takes as long as the rest of `plain`
+_USUAL_ERRORS = contextvars.Context().run(_ERRORS.get, None)
 
 
 class _Own(threading.local):
@@ -95,7 +114,6 @@ class Autocast(torch.autocast):
         return super().__exit__(*error)
 
 
-_NOTHING = nullcontext()
 _AUTOCAST = ("cpu", "cuda")
 
 
@@ -134,7 +152,7 @@ def _without_function_modes() -> Iterator[None]:
 
 def _errors_are_raised() -> bool:
     """Whether numpy does more than warn of a division by zero, an overflow or an underflow."""
-    return _ERRORS.get(None) is not _USUAL_ERRORS and not _QUIET.issuperset(np.geterr().values())
+    return not _QUIET.issuperset(np.geterr().values())
 
 
 def _quiet() -> dict[str, Any]:
@@ -148,8 +166,6 @@ def _quiet() -> dict[str, Any]:
 
 _QUIET = frozenset({"ignore", "warn"})
 _BY_DEFAULT = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
-_ERRORS = np._core.umath._extobj_contextvar  # type: ignore[attr-defined]  # np.geterr takes as long as the rest of `plain`
-_USUAL_ERRORS = contextvars.Context().run(_ERRORS.get, None)
 
 
 def rounds_to_nearest() -> bool:
@@ -223,8 +239,8 @@ _PROCESS = _Process()
 def _read() -> tuple[bool, str]:
     """(whether oneDNN is on, its precision of float32 products, by default IEEE)"""
     # torch.backends reads the same two values, but is five times slower, and this runs several times per pass
-    precision: str = _C._get_fp32_precision_getter("mkldnn", "matmul")
-    return _C._get_mkldnn_enabled(), "ieee" if precision == "none" else precision
+    precision: str = _precision("mkldnn", "matmul")
+    return _one_dnn(), "ieee" if precision in _IEEE else precision
 
 
 def _write(enabled: bool, precision: str) -> None:

@@ -174,11 +174,14 @@ class Branch(NotCopyable):
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    @property
     @reading
+    def _path(self) -> list[int]:
+        return list(self.record.tokens)
+
+    @property
     def tokens(self) -> list[int]:
         """The whole path, prompt included. A copy."""
-        return list(self.record.tokens)
+        return self._path()
 
     @property
     @reading
@@ -194,12 +197,12 @@ class Branch(NotCopyable):
     @property
     def text(self) -> str:
         """The text of the whole path, prompt included."""
-        return self.engine.text.decode(self.tokens)
+        return self.engine.text.decode(self._path())
 
     @property
     def generated(self) -> list[int]:
         """The tokens after the prompt."""
-        return self.tokens[self.root_length :]
+        return self._path()[self.record.root_length :]
 
     @property
     def generated_text(self) -> str:

@@ -10,7 +10,7 @@ A program may have set a direction of rounding, a default device, inference mode
 | a generator or context manager that one of them returns | at each step |
 
 so a new module or name is within the boundary without doing anything for it. What is in `INNER` is reached through the rest,
-and left alone: a call costs two microseconds. The caller's own functions (metrics, hooks, stop conditions) run in the usual
+and left alone: a call costs a microsecond. The caller's own functions (metrics, hooks, stop conditions) run in the usual
 modes, too. `tests/test_boundary.py` runs each public name in hostile modes.
 """
 
@@ -39,7 +39,8 @@ engine.request.sampling.Sampling.bare engine.request.sampling.Sampling.plain_gre
 engine.request.capture.Recording.add engine.request.capture.Recording.end engine.request.capture.with_keys
 tasks.boxes tasks.coin tasks.coin_resets tasks.coins tasks.counts tasks.fork tasks.hops tasks.shell tasks.texts
 tasks.variables tasks.words tasks.reading.Scene tasks.task.Draws
-engine.dump.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy probes.controls.Goal.outputs
+engine.dump.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.serving.lock.EngineLock.alone
+engine.model.text.Text.decode engine.model.text.Text.eos_id probes.controls.Goal.outputs
 """
 """what is not enclosed: what runs within passes, what computes no floats, and the command line, which has no caller"""
 ENTRIES = "engine.model.decoder.Decoder.__init__ engine.model.decoder.Decoder.initialize"
@@ -88,11 +89,11 @@ def arithmetic() -> Iterator[None]:
 
     Raises ModesChanged if the processor rounds in another direction and the system has no `fesetround`.
     """
-    if not (flushes() or rounds_away()):
+    if rounds_usually():
         try:
             yield
         finally:
-            if flushes() or rounds_away():  # a function within has changed them
+            if not rounds_usually():  # a function within has changed them
                 _set_usual()
         return
     before = ctypes.create_string_buffer(_FENV_BYTES)
@@ -111,15 +112,22 @@ def arithmetic() -> Iterator[None]:
 
 def flushes() -> bool:
     """Whether the calling thread flushes denormal numbers to zero, as results or as operands."""
-    return sys.float_info.min * 0.5 * 2.0 == 0.0
+    return _NORMAL * 0.5 * 2.0 == 0.0
 
 
 def rounds_away() -> bool:
     """Whether the calling thread rounds in another direction than to nearest: up, or down and to zero."""
-    return 1.0 + _ULP * 0.25 != 1.0 or 1.0 + _ULP * 0.75 == 1.0
+    return 1.0 + _QUARTER != 1.0 or 1.0 + _MOST == 1.0
 
 
-_ULP = sys.float_info.epsilon
+def rounds_usually() -> bool:
+    """Neither of both, at half of their cost: every call of the package asks."""
+    return _NORMAL * 0.5 * 2.0 != 0.0 and 1.0 + _QUARTER == 1.0 and 1.0 + _MOST != 1.0
+
+
+_NORMAL = sys.float_info.min
+_QUARTER, _MOST = sys.float_info.epsilon * 0.25, sys.float_info.epsilon * 0.75
+"""parts of a unit in the last place of 1.0"""
 
 
 def _set_usual() -> None:
@@ -244,14 +252,18 @@ def _enclosed(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with _held(function):
+            if (held := _held(function)) is None:
                 found = function(*args, **kwargs)
-                if type(found) is GeneratorType:
-                    return _Steps(found, function)
-                if type(found) is _GeneratorContextManager and type(found.gen) is GeneratorType:
-                    found.gen = _Steps(found.gen, function)
-                return found
-        except Exception as error:
+            else:
+                with held:
+                    found = function(*args, **kwargs)
+            kind = type(found)
+            if kind is GeneratorType:
+                return _Steps(found, function)
+            if kind is _GeneratorContextManager and type(found.gen) is GeneratorType:
+                found.gen = _Steps(found.gen, function)
+            return found
+        except _OF_ARGUMENTS as error:
             if (instead := _explained(function, args, kwargs, error)) is None:
                 raise
             raise instead from error
@@ -261,6 +273,11 @@ def _enclosed(function: Callable[..., Any]) -> Callable[..., Any]:
         if hasattr(function, name):
             setattr(call, name, getattr(function, name))
     return call
+
+
+_OF_ARGUMENTS = (TypeError, AttributeError, ValueError, LookupError, ArithmeticError, RuntimeError, AssertionError)
+"""what Python, numpy and torch raise where an argument is of another kind than the signature says. Of others the argument is
+not the cause: a full disk, an error of the caller's own function, an interrupt"""
 
 
 def _explained(function: Callable[..., Any], args: Any, kwargs: Any, error: Exception) -> Exception | None:
@@ -279,27 +296,30 @@ class _Steps(Generator[Any, Any, Any]):
         self.inner, self.function = inner, function
 
     def send(self, value: Any) -> Any:
-        with _held(self.function):
+        with _held(self.function) or _NOTHING:
             return self.inner.send(value)
 
     def throw(self, *error: Any) -> Any:
-        with _held(self.function):
+        with _held(self.function) or _NOTHING:
             return self.inner.throw(*error)
 
     def close(self) -> None:
-        with _held(self.function):
+        with _held(self.function) or _NOTHING:
             self.inner.close()
 
 
-def _held(function: Callable[..., Any]) -> AbstractContextManager[object]:
-    """A block in the usual modes, in which the function runs. Those of torch need no look before torch is loaded."""
+_NOTHING = nullcontext()
+
+
+def _held(function: Callable[..., Any]) -> AbstractContextManager[object] | None:
+    """A block in the usual modes, in which the function runs; None: the caller's modes are the usual ones.
+
+    Those of torch need no look before torch is loaded.
+    """
     loaded: Any = sys.modules.get("replaylens.engine.model.modes")
     if loaded is None:
-        if "torch" not in sys.modules and not (flushes() or rounds_away()):
-            return _NOTHING
+        if "torch" not in sys.modules and rounds_usually():
+            return None
         from replaylens.engine.model import modes as loaded
-    held: AbstractContextManager[object] = loaded.plain()
+    held: AbstractContextManager[object] | None = loaded.plain()
     return held
-
-
-_NOTHING = nullcontext()

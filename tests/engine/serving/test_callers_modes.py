@@ -155,7 +155,9 @@ def test_models_that_think_do_not_depend_on_the_mode(mode: str) -> None:
 def test_autocast_is_left_on_every_device(device: str) -> None:
     torch.set_autocast_enabled(device, True)
     try:
-        with modes.plain():
+        held = modes.plain()
+        assert held is not None
+        with held:
             assert not torch.is_autocast_enabled(device)
         assert torch.is_autocast_enabled(device)
     finally:
