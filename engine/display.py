@@ -4,7 +4,7 @@ results that have one."""
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, cached_property, lru_cache
 from io import BytesIO, TextIOBase
@@ -118,7 +118,8 @@ def shows(figure: "Figure", source: Callable[[], str]) -> "Figure":
 
 _STAMPED = ("png", "svg", "html")
 _PNG = b"\x89PNG\r\n\x1a\n"
-_WORDS = rb"(replaylens:sha256:[0-9a-f]{64})(?: of (replaylens:sha256:[0-9a-f]{64}))?"
+_ONE, _AND = rb"replaylens:sha256:[0-9a-f]{64}", " and "
+_WORDS = b"(%b)(?: of (%b(?: and %b)*))?" % (_ONE, _ONE, _ONE)
 _SVG_STAMP = re.compile(rb'<metadata class="replaylens">' + _WORDS + rb"</metadata>")
 _HTML_STAMP = re.compile(rb'<meta name="replaylens" content="' + _WORDS + rb'">')
 _CHUNK = b"tEXtreplaylens\x00"
@@ -129,7 +130,7 @@ class Stamp(NamedTuple):
 
     identifier: str
     source: str
-    """identifier of the result that the figure shows; empty: none is named"""
+    """identifier of the result that the figure shows, or of several, as `together` writes them; empty: none is named"""
     digest: str
     """SHA-256 of the file without its stamp; of an intact file, that of `identifier`"""
 
@@ -137,10 +138,20 @@ class Stamp(NamedTuple):
     def intact(self) -> bool:
         return Identifier.parse(self.identifier).digest == self.digest
 
+    @property
+    def sources(self) -> list[str]:
+        """The identifiers of all that is shown."""
+        return self.source.split(_AND) if self.source else []
+
+
+def together(sources: Iterable[str]) -> str:
+    """The identifiers of several results, each once, as a stamp names them."""
+    return _AND.join(dict.fromkeys(filter(None, sources)))
+
 
 def stamped(content: bytes, source: str = "") -> bytes:
-    """A PNG, SVG or HTML file with its identifier, and that of the result that it shows, if it is known. `source` is hashed,
-    too."""
+    """A PNG, SVG or HTML file with its identifier, and those of the results that it shows, if they are known. `source` is
+    hashed, too."""
     told = f" of {source}" if source else ""
     words = f"{SCHEME}{_digest(content, source)}{told}".encode()
     if content.startswith(_PNG):

@@ -73,7 +73,7 @@ def sync_folder(path: str | Path) -> None:
 
 
 def require_own(path: str | Path, ours: Ours) -> None:
-    """BadRequest if there is a file that is not ours. An empty one is nobody's."""
+    """BadRequest if there is a file that is not ours. Nor is an empty one: whoever made it may want to write to it."""
     there = Path(path)
     if there.exists() and not (there.is_file() or there.is_dir()):  # reading a device or a pipe may never end
         raise BadRequest(f"{str(path)[:200]} is a device or a pipe, not a file. Give another path.")
@@ -83,7 +83,7 @@ def require_own(path: str | Path, ours: Ours) -> None:
         return
     except OSError as error:
         raise BadRequest(f"Cannot write to {str(path)[:200]}: {error.strerror}. Give another path.") from error
-    if content and not ours(content):
+    if not ours(content):
         raise BadRequest(f"{str(path)[:200]} is a file that replaylens did not write. Give another path.")
 
 
@@ -153,7 +153,7 @@ def failing(advice: str = AGAIN) -> Iterator[list[Path]]:
 def require_own_pair(record: Path, data: Path, ours: Ours) -> None:
     """BadRequest if there is a record that is not ours, or data without a record."""
     require_own(record, ours)
-    require_own(data, lambda content: record.is_file() and record.stat().st_size > 0)
+    require_own(data, lambda content: record.is_file())
 
 
 def write_pair(record: Path, content: str, data: Path, body: bytes, ours: Ours) -> None:

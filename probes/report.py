@@ -520,7 +520,7 @@ def _shows(content: bytes, source: str) -> bool:
         stamp = stamp_of(content)
     except BadRequest:
         return False
-    return stamp is not None and stamp.intact and stamp.source == source
+    return stamp is not None and stamp.intact and source in stamp.sources
 
 
 def draw_all(kind: str, table: pd.DataFrame, named: Callable[[Figure], Figure]) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from replaylens import Answer, Dump, Edit, Engine, Run, Sampling, tasks
 from replaylens.cli import app
 from replaylens.engine.display import Citable, picture, stamp_of, stamped
 from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.errors import BadRequest, BadRollouts, FingerprintMismatch
+from replaylens.engine.errors import BadDump, BadRequest, BadRollouts, FingerprintMismatch
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.resampling.drawing import redrawn
@@ -282,13 +282,41 @@ def test_a_report_page_names_its_dump_and_how_to_make_it_again(run: Run, folder:
     assert called(*words)[0] == 0
     page = (tmp_path / "page.html").read_bytes()
     stamp = stamp_of(page)
-    assert stamp is not None and stamp.intact and stamp.source == Dump.open(folder / "dump").cite().identifier
+    assert stamp is not None and stamp.intact
+    assert stamp.sources == [Dump.open(folder / "dump").cite().identifier, made_report(run).cite().identifier]
     line = re.search(r'id="rl-again">(.*?)</code>', page.decode())
     assert line is not None and line[1].split()[:2] == ["replaylens", "report"]
     assert called(*line[1].split()[1:], "--quiet")[0] == 0 and (tmp_path / "page.html").read_bytes() == page
     assert made_report(run).cite().identifier in page.decode() and "@misc" in page.decode()
     assert not stamp_of(page.replace(b"coin", b"cent", 1)).intact  # type: ignore[union-attr]
     assert "rl-again" not in ReportPage(probes=(made_report(run),)).html()
+
+
+def test_a_page_names_all_that_it_shows(engine: Engine, run: Run, folder: Path, tmp_path: Path) -> None:
+    """Dump and reports are given as they are, or by path; whatever is shown is found by its identifier."""
+    found, result = Rollouts.load(folder / "rollouts"), rl.lens(engine, PROMPT)
+    every = [Dump.open(folder / "dump"), made_report(run), result, found]
+    shown = {"dump": folder / "dump", "probes": str(folder / "report"), "results": [result, found]}
+    given = {"dump": every[0], "probes": every[1], "results": every[2:]}
+    for name, parts in (("paths", shown), ("given", given), ("listed", {**given, "probes": [folder / "report"]})):
+        page = rl.report(tmp_path / f"{name}.html", **parts)
+        code, out = called("verify", page)
+        assert code == 0 and out.startswith("verified: page"), out
+        assert re.findall("it shows (.*)", out) == [each.cite().identifier for each in every], name
+        assert all(each.cite().identifier in page.read_text().partition('id="cite"')[2] for each in every)
+    assert (tmp_path / "paths.html").read_bytes() == (tmp_path / "given.html").read_bytes()
+    code, out = called("verify", result.cite().identifier, "--in", tmp_path)
+    assert code == 2 and re.search(r"(given|listed|paths)\.html shows it", out.replace("\n", " ")), out
+    tree = rl.probes.RolloutTexts.of(found).tree()
+    tree.save(tmp_path / "tree.html")
+    assert f"it shows {tree.source}" in called("verify", tmp_path / "tree.html")[1]
+    assert stamp_of(ReportPage(rollouts=(tree,)).html().encode()).sources == [tree.source]  # type: ignore[union-attr]
+    for wrong in ({"probes": 5}, {"probes": [5]}, {"probes": every[0]}, {"dump": 5}, {"dump": every[1]}):
+        with pytest.raises(BadRequest, match=r"or (its|their) path"):
+            rl.report(tmp_path / "no.html", **wrong)
+    for absent in ({"probes": "gone"}, {"probes": ["gone"]}, {"dump": str(tmp_path / "gone")}):
+        with pytest.raises((BadProbeFile, BadDump), match="gone"):
+            rl.report(tmp_path / "no.html", **absent)
 
 
 # ---- verify ---------------------------------------------------------------------------------------------------------------

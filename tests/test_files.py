@@ -339,6 +339,7 @@ def test_a_full_disk_while_a_sweep_is_resumed(tmp_path: Path) -> None:
 def test_files_of_others_stay(tmp_path: Path, name: str, file: str) -> None:
     """A file that we did not write is never replaced, whichever of ours would take its name; nor is anything else written."""
     for content in (
+        b"",
         b"mine",
         b'{"format": "mine"}',
         b"\x89PNG\r\n\x1a\n" + bytes(60),

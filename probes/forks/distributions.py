@@ -10,6 +10,7 @@ import pandas as pd
 from scipy import special, stats
 
 from replaylens.engine.display import Citable
+from replaylens.engine.records import Identifier
 from replaylens.engine.resampling.plan import OutcomeCounts, sentence_spans
 from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.probes.checks import as_draws, mask_of
@@ -537,4 +538,5 @@ class RolloutTexts(Citable):
             tuple(number[name] for name in self.outcome),
             title or f"{len(self)} rollouts from {len(self.positions)} forks",
             prompt,
+            source=str(Identifier(self.digest)),
         )

@@ -96,7 +96,7 @@ DUMPS = (
     Mutant(
         "files-of-others-replaced",
         "replaylens.engine.files",
-        "    if content and not ours(content):",
+        "    if not ours(content):",
         "    if False:",
         "a file that we did not write is never replaced",
         ("tests/test_files.py",),
@@ -116,6 +116,14 @@ DUMPS = (
         "if (content := file.read_bytes()):",
         "a changed probe is not read",
         ("tests/test_files.py::test_damage_is_found_by_name",),
+    ),
+    Mutant(
+        "empty-files-taken",
+        "replaylens.engine.files",
+        "    if not ours(content):\n",
+        "    if content and not ours(content):\n",
+        "a file is replaced only if we wrote it, and we write none that is empty",
+        ("tests/test_files.py::test_files_of_others_stay",),
     ),
     Mutant(
         "edited-drafter-without-a-word",

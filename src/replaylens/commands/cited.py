@@ -49,7 +49,7 @@ class Checked:
     status: str
     """verified or mismatch"""
     kind: str
-    """row, rollouts, report, figure, sweep, probe, lens, or saved: a folder of probes and lenses"""
+    """row, rollouts, report, figure, page, sweep, probe, lens, or saved: a folder of probes and lenses"""
     identifier: str
     """of what has none, its path"""
     lines: tuple[str, ...]
@@ -225,7 +225,7 @@ def _figure_is(path: str, wanted: Identifier) -> bool:
 
 def _shows(path: str, wanted: Identifier) -> bool:
     stamp = stamp_of(Path(path).read_bytes())
-    return stamp is not None and stamp.source == str(wanted)
+    return stamp is not None and str(wanted) in stamp.sources
 
 
 _NAMES: dict[str, Callable[[str, Identifier], bool]] = {
@@ -240,14 +240,15 @@ _NAMES: dict[str, Callable[[str, Identifier], bool]] = {
 
 
 def check_figure(path: str) -> Checked:
-    """Whether a figure is the one that its stamp names."""
+    """Whether a figure, or a page, is the one that its stamp names."""
     stamp = stamp_of(Path(path).read_bytes())
     if stamp is None:
         raise BadRequest(f"{path} carries no identifier: an older version or another program wrote it. Save the figure again.")
-    told = (f"it shows {stamp.source}",) if stamp.source else ()
+    told = tuple(f"it shows {each}" for each in stamp.sources)
+    kind = "page" if Path(path).suffix.lower() == ".html" else "figure"
     if not stamp.intact:
-        return Checked(MISMATCH, "figure", stamp.identifier, (f"{path} was changed: it has digest {stamp.digest}", *told))
-    return Checked(VERIFIED, "figure", stamp.identifier, ("the file has the digest that it carries", *told))
+        return Checked(MISMATCH, kind, stamp.identifier, (f"{path} was changed: it has digest {stamp.digest}", *told))
+    return Checked(VERIFIED, kind, stamp.identifier, ("the file has the digest that it carries", *told))
 
 
 def _report(path: str) -> "Report":

@@ -7,17 +7,18 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 from tqdm.auto import tqdm
 
+from replaylens.engine.display import together
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.files import require_own, write_file
 from replaylens.engine.records import Citation, Identifier
-from replaylens.engine.request.values import output_path, verb
+from replaylens.engine.request.values import as_instance, as_list, output_path, verb
 from replaylens.engine.terminal import hidden
 from replaylens.probes.report import Report
 from replaylens.views import draw, examples, page
@@ -91,9 +92,9 @@ class ReportPage:
         if self.dump is None and self.probes:
             sections.append(page.Section("found", "What was found", draw_opening(self.probes)))
         rows = [] if self.dump is None or self.dump.filters else [self.dump.cite()]
-        if cited := [*rows, *(report.cite() for report in self.probes)]:
-            sections.append(page.Section("cite", "Cite", _cited(cited, self.command)))
         results = checked(self.results)
+        if cited := [*rows, *(each.cite() for each in (*self.probes, *results) if hasattr(each, "cite"))]:
+            sections.append(page.Section("cite", "Cite", _cited(cited, self.command)))
         if results:
             sections.append(page.Section("results", "Results", draw_results(results)))
         if self.rollouts:
@@ -107,7 +108,8 @@ class ReportPage:
         lead += [f"{len(results)} result{'s' * (len(results) > 1)}"] if results else []
         lead += [repr(tree) for tree in self.rollouts]
         code, look = (asset("rollouts.js"), rollout_style()) if self.rollouts else ("", page.NO_STYLE)
-        source = "" if self.dump is None else str(Identifier(self.dump.digest))
+        view = [str(Identifier(self.dump.digest))] if self.dump is not None and not rows else []
+        source = together([*view, *(each.identifier for each in cited), *(tree.source for tree in self.rollouts)])
         about = [_first_sentence(self), "; ".join(lead), *([glossary()] if self.dump is not None or self.probes else [])]
         return page.assemble(title, about, sections, data, code=code, more_style=look, source=source)
 
@@ -126,13 +128,15 @@ def report(
     path: str | Path,
     *,
     results: Sequence[Reportable] = (),
-    dump: Dump | None = None,
-    probes: Sequence[Report] = (),
+    dump: Dump | str | Path | None = None,
+    probes: Report | str | Path | Sequence[Report | str | Path] = (),
     title: str = "",
 ) -> Path:
     """Write results of the workbench, with a dump and probe reports if given, as one self-contained page.
 
     results  what `lens`, `patch`, `path_patch`, `ablate`, `steer`, `attention` and attributions return
+    dump     also the path of one
+    probes   reports or their paths, one or several
 
     >>> import tempfile
     >>> from replaylens import Engine, attention, lens, report
@@ -142,7 +146,18 @@ def report(
     ...     page.read_text().count("<svg")
     2
     """
-    return ReportPage(dump, tuple(probes), title=title, results=checked(results)).save(path)
+    shown = Dump.open(dump) if isinstance(dump, str | Path) else dump
+    if shown is not None:
+        as_instance("dump", shown, Dump, "a dump, or its path")
+    return ReportPage(shown, _reports(probes), title=title, results=checked(results)).save(path)
+
+
+def _reports(given: Any) -> tuple[Report, ...]:
+    """Probe reports, given as they are or by their paths, one or several. BadRequest for what is none."""
+    wanted = "probe reports or their paths, one or several"
+    every = [given] if isinstance(given, Report | str | Path) else as_list("probes", given, wanted)
+    found = (Report.load(each) if isinstance(each, str | Path) else each for each in every)
+    return tuple(as_instance("probes", each, Report, wanted) for each in found)
 
 
 def page_file(path: str | Path) -> Path:

@@ -150,6 +150,8 @@ class RolloutTree:
     """the text before the first fork"""
     lenses: Mapping[int, HasHtml] = field(default_factory=dict)
     """rollout -> what is drawn when it is opened, such as its lens"""
+    source: str = ""
+    """identifier of the rollouts; empty: they have none"""
 
     def __post_init__(self) -> None:
         if not len(self.fork) == len(self.units) == len(self.outcome):
@@ -346,4 +348,4 @@ def _page(tree: RolloutTree) -> str:
     """A page of its own."""
     theme = tag("button", "light / dark", type="button", class_="rl-theme")
     head = [tag("title", tree.title or repr(tree)), style(), rollout_style()]
-    return document(asset("view.js") + asset("rollouts.js"), head, [theme, tree.draw()], "rl-view rl-alone")
+    return document(asset("view.js") + asset("rollouts.js"), head, [theme, tree.draw()], "rl-view rl-alone", tree.source)
