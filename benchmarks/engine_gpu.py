@@ -22,7 +22,7 @@ from replaylens.engine.model.config import Activation, MixtureConfig, ModelConfi
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import Experts
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.proof import trace
+from replaylens.engine.proof import fingerprint
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
@@ -44,7 +44,7 @@ def llama() -> Engine:
 
 @cache
 def experts() -> Engine:
-    trace.weights_hash = kept_hash
+    fingerprint.weights_hash = kept_hash
     return certified(Engine(random_decoder(EXPERTS, "cuda", torch.bfloat16), cache_tokens=64 * 512))
 
 
@@ -219,7 +219,7 @@ def experts_passes() -> Lines:
 @cache
 def wide() -> Engine:
     """The 8B shape in float32, its numbers those of bfloat16: the library's products are its fast path."""
-    trace.weights_hash = kept_hash
+    fingerprint.weights_hash = kept_hash
     model = random_decoder(SHAPE, "cuda", torch.bfloat16)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()

@@ -340,14 +340,14 @@ def arithmetic_digest(portable: bool = False) -> str:
 
 
 def machine(portable: bool = False) -> dict[str, Any]:
-    from replaylens.engine.proof import trace
+    from replaylens.engine.proof import fingerprint
 
     info = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else []
     versions = {name: metadata.version(name) for name in ("torch", "triton", "transformers") if find_spec(name)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     cpu = models[0] if models else platform.processor() or platform.machine()
-    canonical = trace.PORTABLE if gpu is None or portable else trace.of_tensor_cores()
+    canonical = fingerprint.PORTABLE if gpu is None or portable else fingerprint.of_tensor_cores()
     found = {"cpu": cpu, "architecture": platform.machine(), "cores": os.cpu_count(), "gpu": gpu}
     return {**found, "threads": torch.get_num_threads(), "canonical_version": canonical, **versions}
 

@@ -19,9 +19,9 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.memory.cache import cache_bytes, kv_bytes
 from replaylens.engine.model.config import MixerConfig, ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes import wire
-from replaylens.engine.proof import trace
+from replaylens.engine.proof import fingerprint
 from replaylens.engine.request.edits import Edit
+from replaylens.extras import wire
 
 HYBRID = ModelConfig(
     num_layers=32, d_model=2560, num_heads=16, num_kv_heads=4, d_head=256, d_mlp=9216, vocab_size=151936, max_positions=16384,
@@ -98,7 +98,7 @@ def hybrid_experts(batches: tuple[int, ...] = (1, 64), tokens: int = 32) -> Line
 
 def hybrid_engines(shape: ModelConfig, most: int) -> dict[str, Engine]:
     """The hybrid, and the same with attention in every layer, for up to `most` requests."""
-    trace.weights_hash = kept_hash
+    fingerprint.weights_hash = kept_hash
     model = random_decoder(shape, "cuda", torch.bfloat16)
     alike = random_decoder(replace(shape, mixer=None, parts=()), "cuda", torch.bfloat16, like=model)
     room: dict[str, Any] = {"cache_tokens": 2**14}
@@ -216,7 +216,7 @@ def several(tiny: bool = False, layers: int = 2, tokens: int = 32) -> Lines:
     if tiny:
         cases = [cases[2], cases[-2]]
     kept: dict[tuple[str, int], tuple[Decoder, Engine, dict[str, Any]]] = {}
-    trace.weights_hash = kept_hash
+    fingerprint.weights_hash = kept_hash
     for name, depth, what, given in cases:
         if (name, depth) not in kept:
             kept.clear()

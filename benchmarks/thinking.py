@@ -24,10 +24,10 @@ from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Rotary
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
+from replaylens.engine.opening import GUESSES
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
-from replaylens.engine.thinking.prefill import GUESSES
 from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import thinking as thinking_train
 from replaylens.engine.training.recipe import Part

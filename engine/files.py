@@ -182,3 +182,13 @@ def saves_of(data: Path) -> list[Path]:
     except OSError:
         names = []
     return [data, *(data.with_name(name) for name in names)]
+
+
+# ---- own folder ------------------------------------------------------------------------------------------------------
+
+CACHE_VARIABLE = "REPLAYLENS_CACHE"
+
+
+def cache_folder() -> Path:
+    """$REPLAYLENS_CACHE, or replaylens/ in the user's cache folder."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "replaylens")

@@ -4,9 +4,24 @@ call asks for, before any work."""
 import math
 import os
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from replaylens.engine.errors import BadRequest, EngineError
+
+# ---- parts ------------------------------------------------------------------------------------------------------------
+
+
+def optional(name: str, what: str) -> Any:
+    """A part of the package that an installation may leave out, by its dotted name. BadRequest without it: `what` needs it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not name.startswith(error.name):
+            raise
+        raise BadRequest(f"{what} needs {name}, which is not installed. Install all of replaylens.") from None
+
 
 # ---- facts ------------------------------------------------------------------------------------------------------------
 

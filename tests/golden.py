@@ -37,7 +37,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.figure import Figure
 
 from replaylens.engine.loop.admission import Planner
-from replaylens.engine.proof.trace import device_name
+from replaylens.engine.proof.fingerprint import device_name
 from tests.drawings import described
 
 FILE = Path(__file__).with_suffix(".json")

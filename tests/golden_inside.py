@@ -265,7 +265,7 @@ def _limits() -> dict[str, Any]:
 @group
 def _devices() -> dict[str, Any]:
     """Which devices a model is placed on, where there are none or two."""
-    from replaylens.engine.engine import placed_devices
+    from replaylens.engine.opening import placed_devices
 
     lists: list[Any] = [
         "cpu",

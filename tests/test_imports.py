@@ -31,6 +31,7 @@ CORE: tuple[tuple[str, ...], ...] = (
     ("engine/loop",),
     ("engine/serving",),
     ("engine/transformer_lens", "engine/zoo"),
+    ("engine/opening",),
     ("engine/engine",),
 )
 """the core from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
@@ -51,6 +52,7 @@ FACES = (
     ("views",),
     ("bridges",),
     ("workbench",),
+    ("extras",),
     ("extend",),
     ("commands",),
     ("cli",),
@@ -60,12 +62,11 @@ FACES = (
 DOORS = {
     "boundary": {"engine/errors", "engine/model", "engine/request"},
     "engine/serving": {"engine/gradients", "engine/resampling", "views"},
-    "engine/engine": {"engine/replay", "engine/resampling", "engine/thinking", "engine/training"},
+    "engine/engine": {"engine/replay", "engine/resampling"},
     "engine/features": {"views"},
-    "engine/gradients": {"engine/thinking"},
     "engine/resampling": {"views"},
     "engine/thinking": {"views"},
-    "engine/replay": {"engine/dump", "engine/resampling", "engine/thinking", "views"},
+    "engine/replay": {"engine/dump", "engine/resampling", "views"},
     "engine/dump": {"engine/features"},
     "probes": {"views"},
 }
@@ -191,7 +192,9 @@ def module_of(file: Path) -> str:
 def modules() -> dict[str, Path]:
     """All files of the package by dotted name. Each link is followed once."""
     files = [file for link in LINKS for file in (ROOT / link).rglob("*.py")]
-    files += [file for folder in ("views", "bridges", "workbench", "commands") for file in (PACKAGE / folder).rglob("*.py")]
+    files += [
+        file for folder in ("views", "bridges", "workbench", "extras", "commands") for file in (PACKAGE / folder).rglob("*.py")
+    ]
     return {module_of(file): file for file in sorted([*files, *PACKAGE.glob("*.py")])}
 
 

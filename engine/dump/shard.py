@@ -346,7 +346,7 @@ class CheckedShards:
 
     @property
     def _record(self) -> Path:
-        from replaylens.engine.model.hub import cache_folder
+        from replaylens.engine.files import cache_folder
 
         where = os.path.realpath(self.store.root) if self.store.local else self.store.url
         return cache_folder() / "shards" / f"{hashlib.sha256(where.encode()).hexdigest()[:32]}.txt"

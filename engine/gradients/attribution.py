@@ -326,9 +326,7 @@ def _measured(function: LogitsFunction, logits: Tensor) -> Tensor:
 
 def paths_of(engine: Core, *prompts: Prompt) -> list[list[int]]:
     """The tokens of prompts of one length; BadRequest if they differ, NoGradient if the model thinks."""
-    from replaylens.engine.thinking.core import ThinkingEngine
-
-    if isinstance(engine, ThinkingEngine):
+    if not engine.plain:
         raise NoGradient("No gradient flows through thoughts. Use a plain model.")
     paths = [engine.tokens_of(prompt) for prompt in prompts]
     if len({len(path) for path in paths}) > 1:

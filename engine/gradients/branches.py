@@ -62,7 +62,7 @@ def tape(branch: Differentiable, sites: tuple[str, ...], backward: bool = True) 
     lane, record = branch.lane, branch.record
     if record.status is BranchStatus.RELEASED:
         raise ClosedBranch(f"Branch {record.id} was released. Use a live branch, or prompt again.")
-    if lane.thoughts is not None:
+    if lane.carried is not None:
         raise NoGradient(f"Branch {record.id} thinks, and no gradient flows through thoughts. Use a plain model.")
     if lane.hooks:
         raise NoGradient(f"Branch {record.id} has hook functions, which have no gradient. Use edits instead.")

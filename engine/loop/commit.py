@@ -459,7 +459,7 @@ class Committer:
         assert kept is not None  # chain[num_accepted:] is not empty
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
-        other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=lane.thoughts)
+        other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, carried=lane.carried)
         other.capture, other.traced = lane.capture, lane.traced
         other.template = lane.recording.like(base=base) if lane.recording is not None else None
         if rows is not None and other.template is not None:

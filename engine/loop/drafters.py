@@ -12,9 +12,9 @@ import numpy as np
 from replaylens.engine.errors import BadRequest, EngineError, OutOfPages
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.path import Mark, PathView
-from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling, gumbel

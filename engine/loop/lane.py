@@ -5,6 +5,7 @@ The `BranchTree` holds the tokens of a branch and outlives its lane.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import ReferenceType
 
 from replaylens.engine.errors import BadRequest
@@ -121,8 +122,8 @@ class Lane:
     capture: CaptureSpec | None = None
     edits: tuple[PlacedEdit, ...] = ()
     hooks: tuple[Hook, ...] = ()
-    thoughts: object | None = None
-    """what a Thinking-States model keeps about the prompt; forks and rejected branches inherit it; read by `thoughts_of`"""
+    carried: Any = None
+    """what another kind of model than a decoder keeps about the prompt; forks and rejected branches inherit it"""
     last_used: int = 0
     queued: int = 0
     """the number of its unfinished job; 0: it is idle"""

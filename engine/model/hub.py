@@ -6,7 +6,6 @@ downloaded, and only the weights that its index names are downloaded.
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from replaylens.engine.errors import BadConfig, BadRequest, FetchFailed, UnsupportedModel
+from replaylens.engine.files import cache_folder
 from replaylens.engine.model import lora
 from replaylens.engine.model.families import family_of
 from replaylens.engine.model.source import weight_files
@@ -251,13 +251,6 @@ def _needed(folder: Path) -> tuple[str, ...]:
 
 # ---- cache folder ----------------------------------------------------------------------------------------------------
 # The cache folder, for what is kept between processes: certificates, configs and fetched models.
-
-CACHE_VARIABLE = "REPLAYLENS_CACHE"
-
-
-def cache_folder() -> Path:
-    """$REPLAYLENS_CACHE, or replaylens/ in the user's cache folder."""
-    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "replaylens")
 
 
 # ---- packaged models -------------------------------------------------------------------------------------------------

@@ -120,6 +120,20 @@ class Narrow:
         yield self.weight(turned)
 
 
+class Elsewhere:
+    """A weight that is not held here alone: among a module's packed weights, it says how its products are computed."""
+
+    def ops(self, kind: Any, fast: bool) -> Any:
+        """A class of ops like `kind` that knows such weights. fast: of the fast path"""
+        raise NotImplementedError
+
+
+def elsewhere(model: nn.Module) -> Elsewhere | None:
+    """A weight of the model that is not held here alone; None: all are."""
+    held = (each for module in model.modules() if isinstance(module, Packable) for each in module.panels.values())
+    return next((each for each in held if isinstance(each, Elsewhere)), None)
+
+
 class Packable(nn.Module):
     """A module that may hold weights as products read them, in their place: in panels on a CPU, in bfloat16 on a GPU."""
 

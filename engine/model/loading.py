@@ -9,8 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -23,14 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, EngineError, FetchFailed, UnsupportedModel
+from replaylens.engine.files import cache_folder
 from replaylens.engine.model.check import require_same
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES, family_of
 from replaylens.engine.model.family import Family, Sink, Tensors, require_described, require_readable
 from replaylens.engine.model.gguf import GgufFile
-from replaylens.engine.model.hub import HubOptions, cache_folder, fetch_snapshot, is_hub_name
-from replaylens.engine.model.layers import Packable
+from replaylens.engine.model.hub import HubOptions, fetch_snapshot, is_hub_name
 from replaylens.engine.model.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
 from replaylens.engine.model.quantised import dequantised
 from replaylens.engine.model.source import HEAD, WEIGHTS_FILE, Divider, Filler, Shards, Source, Where
@@ -350,13 +349,9 @@ __all__ = [
     "located",
     "require_unchecked",
     "save",
-    "weights_hash",
 ]
 
 M = TypeVar("M", bound=nn.Module)
-T = TypeVar("T")
-_SLAB = 1 << 25
-"""bytes of a GPU's weights that are hashed at a time"""
 
 
 def load(
@@ -413,62 +408,6 @@ def save(model: Decoder, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG_FILE).write_text(model.config.to_json() + "\n", encoding="utf-8")
     save_file({name: x.contiguous() for name, x in model.state_dict().items()}, folder / WEIGHTS_FILE)
-
-
-def weights_hash(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bytes of all weights. The same weights have the same hash on any device."""
-    digest, parts = hashlib.sha256(), _hashed(model)
-    for part in _ahead(parts) if any(x.is_cuda for x in model.parameters()) else parts:
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _hashed(model: nn.Module) -> Iterator[Any]:
-    """What is hashed, in order."""
-    for name, module, leaf in sorted(_leaves(model), key=lambda each: each[0]):  # one by one: packed ones are copied
-        shape, pieces = _shape_and_pieces(module, leaf)
-        yield f"{name} {shape}\n".encode()
-        for x in pieces:
-            yield from (part.numpy() for part in _on_host(x.detach().contiguous().view(-1).view(torch.uint8)))
-
-
-def _on_host(flat: Tensor) -> Iterator[Tensor]:
-    """All of it, or parts of a GPU's: copies to pinned memory are fast, and each lies where the next but one will."""
-    if not flat.is_cuda:
-        yield flat
-        return
-    size = min(_SLAB, len(flat))
-    slabs = [torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
-    for number, part in enumerate(flat.split(_SLAB)):
-        yield slabs[number % 2][: len(part)].copy_(part)
-
-
-def _ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same, each made while the one before is used: weights leave a GPU as fast as they are hashed."""
-    with ThreadPoolExecutor(1) as maker:
-        coming = maker.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = maker.submit(next, items, None)
-            yield item
-
-
-def _shape_and_pieces(module: nn.Module, leaf: str) -> tuple[str, Iterable[Tensor]]:
-    """dtype and shape of a weight, and its numbers, of a packed one a few rows at a time."""
-    if isinstance(module, Packable) and leaf in module.panels:
-        panels, turned = module.panels[leaf], leaf in module.turned
-        dtype = getattr(panels, "dtype", torch.float32)  # of a weight that is divided over ranks: the model's
-        return f"{dtype} {panels.shape[::-1] if turned else panels.shape}", panels.pieces(turned)
-    x = getattr(module, leaf)
-    return f"{x.dtype} {tuple(x.shape)}", (x,)
-
-
-def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """The tensors of a state dict: (name, the module that holds it, its name there)."""
-    for path, module in model.named_modules():
-        own = [leaf for leaf, x in (*module._parameters.items(), *module._buffers.items()) if x is not None]
-        packed = module.panels if isinstance(module, Packable) else ()
-        for leaf in (*(leaf for leaf in own if leaf not in module._non_persistent_buffers_set), *packed):
-            yield f"{path}.{leaf}".removeprefix("."), module, leaf
 
 
 def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu") -> Decoder:

@@ -15,10 +15,9 @@ from replaylens.engine.memory.cache import KVCache, PlacedCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
 from replaylens.engine.model.decoder import Decoder, LayerStage
-from replaylens.engine.model.layers import FrozenWeights
+from replaylens.engine.model.layers import FrozenWeights, elsewhere
 from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
 from replaylens.engine.passes.batch import Batch, Segment, finite
-from replaylens.engine.passes.ranks import is_split, split_ops
 from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import BatchHook, NamedHook
@@ -235,8 +234,8 @@ class Runner:
         """captured passes; None on a CPU, where every pass is launched"""
         self.cache = self._cache(self.pool, canary, state_tokens=state_tokens)
         self.weights = FrozenWeights(model)
-        self.split = is_split(model)
-        """whether ranks compute a part of the products"""
+        self.elsewhere = elsewhere(model)
+        """a weight whose products are computed by other processes, too; None: no weight is"""
 
     @property
     def stages(self) -> tuple[LayerStage, ...]:
@@ -427,8 +426,8 @@ class Runner:
         return kind(cache, rows, batch if batch.cuts_edges else None)
 
     def _kind(self, kind: Any, exact: bool) -> Any:
-        """A class of ops, divided over ranks if the model is."""
-        return split_ops(kind, not exact) if self.split else kind
+        """A class of ops, for the places where the model's weights are."""
+        return kind if self.elsewhere is None else self.elsewhere.ops(kind, not exact)
 
     def _uses_kernels(self, device: torch.device) -> bool:
         return self.kernels if device.type == self.device else device.type != "cpu"

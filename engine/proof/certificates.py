@@ -12,12 +12,12 @@ import torch
 
 import replaylens
 from replaylens.engine.errors import BadCertificate, NotCertified
+from replaylens.engine.files import cache_folder
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.hub import cache_folder
 from replaylens.engine.proof import doctor
 from replaylens.engine.proof.doctor import Certificate
-from replaylens.engine.proof.trace import canonical_version, device_name, triton_version
+from replaylens.engine.proof.fingerprint import canonical_version, device_name, triton_version
 
 _LOG = logging.getLogger(__name__)
 _EXAMINED: dict[str, Certificate] = {}

@@ -15,15 +15,12 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from replaylens.engine.errors import BadCertificate, BadRequest, NotCertified
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.layers import Experts, Linear
-from replaylens.engine.model.ops import RowOps
-from replaylens.engine.passes.ranks import Ranks
-from replaylens.engine.proof.trace import PORTABLE
+from replaylens.engine.proof.fingerprint import PORTABLE
 from replaylens.engine.records import read
 from replaylens.engine.request.sampling import hash_bits
 
@@ -270,46 +267,3 @@ def sum_of_products(x: Tensor, w: Tensor) -> Tensor:
     for k in range(len(w)):
         out += x[:, k : k + 1] * w[k]
     return out
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def examine_ranks(ranks: Ranks) -> tuple[Finding, ...]:
-    """Products over ranks against the same on rank 0 alone. In the control every rank has a part of the inputs, and an
-    all-reduce adds their sums."""
-    there = partial(torch.Tensor.to, device=ranks.device, dtype=ranks.dtype)
-    x, op = there(numbers(1, 70, 577)), f"over {ranks.size} ranks"
-    plain = _product_with(there(numbers(2, 577, 100)), there(numbers(3, 100)))
-    experts = Experts(5, 577, 50, gated=True, bias=False)
-    experts.up = nn.Parameter(there(numbers(4, 5, 577, 100)), False)
-    experts.down = nn.Parameter(there(numbers(5, 5, 50, 80)), False)
-    chosen = torch.arange(140, device=ranks.device).view(70, 2) % 5
-    cases: dict[str, Callable[[RowOps], Tensor]] = {
-        "product": lambda ops: ops.linear(x, plain),
-        "experts": lambda ops: ops.experts_out(ops.experts_hidden(x, chosen, experts, "silu"), chosen, experts),
-    }
-    with modes.canonical():
-        whole = {name: case(ranks.ops(divided=False)) for name, case in cases.items()}
-        summed = sum_over_ranks(x, plain, ranks)
-        ranks.divide({"doctor.product.weight": (plain, "weight")})
-        ranks.divide({f"doctor.experts.{leaf}": (experts, leaf) for leaf in ("up", "down")})
-        split = {name: case(ranks.ops(divided=True)) for name, case in cases.items()}
-    found = [Finding(name, op, "as on one", torch.equal(split[name], whole[name])) for name in cases]
-    equal = torch.equal(summed, whole["product"])
-    return (*found, Finding("product", op, "control: parts of the inputs, added over ranks", equal, control=True))
-
-
-def _product_with(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    made = Linear(len(weight), weight.shape[1], bias is not None)
-    made.weight = nn.Parameter(weight.contiguous(), False)
-    made.bias = None if bias is None else nn.Parameter(bias, False)
-    return made
-
-
-def sum_over_ranks(x: Tensor, linear: Linear, ranks: Ranks) -> Tensor:
-    """The product as an all-reduce computes it: each rank has a part of the inputs, and their sums are added in any order."""
-    parts = zip(x.tensor_split(ranks.size, 1), linear.weight.detach().tensor_split(ranks.size), strict=True)
-    found = torch.stack([ranks.ops(False).linear(some.contiguous(), _product_with(rows)) for some, rows in parts]).sum(0)
-    return found if linear.bias is None else found + linear.bias

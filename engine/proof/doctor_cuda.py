@@ -21,7 +21,7 @@ from replaylens.engine.model.layers import Conv, HeadLinear, Linear, Norm
 from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps, require_supported
 from replaylens.engine.proof.doctor import Certificate, Finding
-from replaylens.engine.proof.trace import arithmetic_of
+from replaylens.engine.proof.fingerprint import arithmetic_of
 from replaylens.engine.records import LensSpec
 from replaylens.kernels import attention as canonical
 from replaylens.kernels import recurrent_rows

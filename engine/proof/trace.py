@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-import replaylens
 from replaylens.engine.errors import BadTrace, EngineError, FingerprintMismatch
 from replaylens.engine.files import write_file
-from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.records import Count, Fingerprint, PlacedEditRecord, Positive, build, parse
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.sampling import Sampling
@@ -124,79 +116,6 @@ def check_event(raw: Any, what: str) -> dict[str, Any]:
         raise BadTrace(f"{what}: not an event of a trace. Events are {', '.join(EVENTS)}.")
     build(_KINDS[kind], raw, f"{what}: not an event of a trace: {kind!r}", BadTrace)
     return dict(raw)
-
-
-# ---- fingerprint -----------------------------------------------------------------------------------------------------
-# What the bits of a result depend on, besides token path and edits, read off a loaded model.
-
-PORTABLE = "portable-1"
-"""the arithmetic of float32, on every machine; raised by any change that moves bits"""
-
-
-def take(model: Decoder, whole: nn.Module | None = None) -> Fingerprint:
-    """The fingerprint of a loaded model on its device. whole: what it is a part of, whose weights are hashed"""
-    device = model.device
-    return Fingerprint(
-        weights=weights_hash(model if whole is None else whole),
-        config=config_digest(model.config),
-        dtype=str(model.dtype).removeprefix("torch."),
-        device=device_name(device),
-        torch=torch.__version__,
-        triton=triton_version(device),
-        replaylens=replaylens.__version__,
-        canonical=canonical_version(model),
-        revision=model.config.revision,
-    )
-
-
-def config_digest(config: ModelConfig) -> str:
-    """SHA-256 of a config, wherever its model comes from."""
-    return hashlib.sha256(replace(config, revision="").to_json().encode()).hexdigest()
-
-
-def canonical_version(model: Decoder) -> str:
-    """The version of the arithmetic, with its canonical constants."""
-    portable = model.device.type != "cuda" or model.dtype == torch.float32
-    return PORTABLE if portable else of_tensor_cores()
-
-
-def arithmetic_of(model: Decoder) -> str:
-    """The arithmetic that a certificate is about: its version and its dtype."""
-    return f"{canonical_version(model)} ({str(model.dtype).removeprefix('torch.')})"
-
-
-def of_tensor_cores() -> str:
-    """The version of a GPU's arithmetic in bfloat16 and float16."""
-    from replaylens.kernels import launch
-
-    return f"cuda{launch.CANONICAL_VERSION}:block{launch.KV_BLOCK}:split{launch.KV_SPLIT}"
-
-
-def device_name(device: torch.device) -> str:
-    """The device model, as far as the arithmetic depends on it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_cpu_model()}"
-
-
-def _cpu_model() -> str:
-    """The processor's name, if the system reports it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    except OSError:
-        return platform.processor()
-    clean = {key.strip(): value.strip() for key, value in fields.items()}
-    return clean.get("model name") or clean.get("CPU part") or platform.processor()
-
-
-def triton_version(device: torch.device) -> str:
-    """The version of Triton, which compiles the kernels; "none" on a CPU."""
-    if device.type != "cuda":
-        return "none"
-    from importlib.metadata import version
-
-    return version("triton")
 
 
 # ---- trace -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -25,9 +25,6 @@ from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
 from replaylens.engine.terminal import hidden
 from replaylens.tasks.task import Example, Task
-
-if TYPE_CHECKING:
-    from replaylens.engine.thinking.thoughts import Thoughts
 
 # ---- examples --------------------------------------------------------------------------------------------------------
 # Replays task examples and given texts: prompt, generate, capture every row of the path.
@@ -62,8 +59,8 @@ class Result:
     recording: Recording | None
     certified: bool = True
     """whether all its rows are canonical; only certified results can be dumped"""
-    thoughts: "Thoughts | None" = None
-    """the thoughts on the prompt, for a Thinking-States model"""
+    thoughts: Any = None
+    """the `Thoughts` on the prompt, for a Thinking-States model"""
     generated_text: str = ""
     """the text of the tokens after the prompt, without the end-of-sequence token that may end it"""
 
@@ -223,9 +220,7 @@ def _ended(engine: Core, example: Example) -> bool:
 
 def result_of(engine: Core, example: Example, branch: Branch) -> Result:
     """The result of an example from the branch that generated its answer. Precondition: the branch is not released."""
-    from replaylens.engine.thinking.thoughts import thoughts_of
-
-    thoughts = thoughts_of(branch.lane)
+    thoughts = branch.lane.carried
     rejected = [
         RejectedPath(other.id, other.tokens, other.record.fork_position, other.lane.recording) for other in branch.rejected
     ]

@@ -34,7 +34,8 @@ from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.passes.runner import Keep, Runner
 from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
 from replaylens.engine.proof import certificates
-from replaylens.engine.proof.trace import Trace, take
+from replaylens.engine.proof.fingerprint import take
+from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import Fingerprint, LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording, Rows
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
@@ -176,7 +177,8 @@ class PromptKeywords(CaptureKeywords, total=False):
 
 
 @hides(
-    *("cancel", "forest", "guesses", "handle", "lenses", "lock", "loop", "open_stream", "placed", "planted", "prefix"),
+    *("cancel", "forest", "guesses", "handle", "lenses", "lock", "loop", "open_stream", "placed", "plain"),
+    *("planted", "prefix"),
     *("require_positions", "runner", "serve", "token_ids_of", "tokenized", "tree", "variants"),
 )
 class Core(Generation, NotCopyable):
@@ -201,6 +203,8 @@ class Core(Generation, NotCopyable):
     Threads may share an engine. Their requests are computed together, and each gets the result it would get alone.
     """
 
+    plain = True
+    """whether the model is a decoder alone, so that its logits are a sum over its layers and gradients flow through it"""
     _instead = "Load another engine from the same source. It commits the same bits."
 
     @defines(EngineKeywords)
@@ -243,9 +247,9 @@ class Core(Generation, NotCopyable):
         self.prefix = PrefixIndex(self.runner.pool)
         drafters = make_drafters(self.runner, draft_model, lens_layer, tree_width)
         self.loop = Loop(self.runner, self.tree, self.prefix, drafters, self.text, max_rows, lone_rows, self.lenses)
-        if on_cuda and not model.stages and not self.runner.split:
+        if on_cuda and not model.stages and self.runner.elsewhere is None:
             decode_on_device(self.loop)
-        elif on_cuda and all(stage.device.type == "cuda" for stage in model.stages) and not self.runner.split:
+        elif on_cuda and all(stage.device.type == "cuda" for stage in model.stages) and self.runner.elsewhere is None:
             replay_on_devices(self.runner)
         self.lock = EngineLock()
         trace = Trace(self.fingerprint) if record else None

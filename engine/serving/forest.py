@@ -84,7 +84,7 @@ class Forest:
         table = self.runner.pool.fork(lane.table, min(same, lane.computed))
         new = Lane(child, table, table.length, lane.exact, capture=lane.capture, traced=lane.traced)
         new.edits = tuple(edit for edit in lane.edits if edit.needs <= at) + edits
-        new.hooks, new.thoughts = lane.hooks + hooks, lane.thoughts
+        new.hooks, new.carried = lane.hooks + hooks, lane.carried
         if hooks:
             self.tree.uncertify(child, 0, HOOKED)
         recorded = lane.template if lane.recording is None else lane.recording

@@ -20,7 +20,8 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import FrozenWeights
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
-from replaylens.engine.proof.trace import take
+from replaylens.engine.opening import GUESSES, Guess
+from replaylens.engine.proof.fingerprint import take
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec, PositionSlice
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
@@ -34,7 +35,7 @@ from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import defer_interrupt
 from replaylens.engine.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
-from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefill, Prefiller, split
+from replaylens.engine.thinking.prefill import Prefill, Prefiller, split
 from replaylens.engine.thinking.thoughts import FULL_SITE, LETTERS, ThinkingRecording, ThinkingSites, Thoughts, thoughts_of
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class ThinkingEngine(Engine):
     guess    how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no committed bit
     options  those of `Core`
     """
+
+    plain = False
 
     def __init__(
         self,
@@ -338,7 +341,7 @@ class ThinkingBranch(Branch):
         """Mutates: adds a fork to `lanes`."""
         with defer_interrupt():
             lanes.append(lane := self.engine.forest.fork(self.lane, at, edits, hooks))
-        thoughts = lane.thoughts = self._thoughts.until(at)
+        thoughts = lane.carried = self._thoughts.until(at)
         if isinstance(lane.recording, ThinkingRecording):
             lane.recording.thoughts = thoughts
 

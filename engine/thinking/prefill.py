@@ -15,7 +15,6 @@ All three settle the same tokens, KV, states and thoughts, to the bit: states ar
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
+from replaylens.engine.opening import Guess
 from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
 from replaylens.engine.request.placed import PlacedEdit, added
@@ -42,9 +42,6 @@ from replaylens.engine.thinking.thoughts import (
     Thought,
     Thoughts,
 )
-
-Guess = Literal["sequential", "empty", "drafted"]
-GUESSES: tuple[Guess, ...] = ("sequential", "empty", "drafted")
 
 
 @dataclass(eq=False)
@@ -235,7 +232,7 @@ class Prefiller:
         assert branch is not None and lane.recording is not None
         p.rejected.append(branch)
         thoughts = Thoughts(self.config, found[0], (*p.thoughts, *found), self._used(p), p.inner)
-        other = Lane(branch, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, thoughts=thoughts)
+        other = Lane(branch, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, carried=thoughts)
         other.traced = lane.traced
         if p.capture is not None and p.capture.rejected:
             tokens = tree.path(branch)
@@ -253,7 +250,7 @@ class Prefiller:
         lane, raw, spec = p.lane, p.lane.recording, p.capture
         assert raw is not None
         lane.edits = (*p.states.values(), *p.edits)
-        thoughts = lane.thoughts = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
+        thoughts = lane.carried = Thoughts(self.config, p.thoughts[0], tuple(p.thoughts), p.states, p.inner, tuple(p.rounds))
         lane.capture, lane.recording = spec, None
         if spec is not None:
             lane.recording = ThinkingRecording(thoughts, spec.thoughts)

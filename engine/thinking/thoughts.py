@@ -147,7 +147,7 @@ class Thoughts:
 
 def thoughts_of(lane: Lane) -> Thoughts | None:
     """The thoughts on a lane's prompt; None: its model does not think."""
-    return lane.thoughts if isinstance(lane.thoughts, Thoughts) else None
+    return lane.carried if isinstance(lane.carried, Thoughts) else None
 
 
 def _values(site: str, thought: Thought) -> Tensor:

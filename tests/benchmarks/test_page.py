@@ -12,7 +12,7 @@ from benchmarks import __main__ as command
 from benchmarks import page
 from benchmarks.harness import RESULTS, arithmetic_digest
 from benchmarks.page import PAGES, ROOT, TEMPLATES, Book, made, rendered, stricter
-from replaylens.engine.proof.trace import PORTABLE
+from replaylens.engine.proof.fingerprint import PORTABLE
 
 TEXT = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
 

@@ -14,7 +14,7 @@ import torch
 import replaylens as rl
 from replaylens.bridges.options import digest_of, edits_of, engine_of, sampling_of
 from replaylens.engine.errors import BadEdit, BadRequest, MissingPackage, NoChatTemplate, UnknownSite
-from replaylens.engine.model.hub import cache_folder
+from replaylens.engine.files import cache_folder
 from replaylens.probes.errors import BadProbeFile
 from tests.engine.serving.test_watch import probe
 

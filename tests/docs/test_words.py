@@ -280,7 +280,7 @@ STALE = (
 )  # fmt: skip
 LIVE = (
     "`engine/loop/lane.py`", "`cpu.py`", "as `smoothed` does", "`intervals.auroc`", "`Loop.step`", "`rl.lens`",
-    "`rl.probes.sweep(run)`", "`--drafter`", "`replaylens replay`", "`make test`", "`python -m replaylens.engine.passes.ranks`",
+    "`rl.probes.sweep(run)`", "`--drafter`", "`replaylens replay`", "`make test`", "`python -m replaylens.extras.ranks`",
     "`branch.fork(2)`", "`docs/probes.md`", "`generate`", "`lens.read`", "`x + 1 = 2`", "`blocks.12.hook_in`", "`Z.top_ids`",
     "`torch.equal`",
 )  # fmt: skip

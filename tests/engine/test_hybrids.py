@@ -26,7 +26,8 @@ from replaylens.engine.memory.cache import RoomPlan, cache_bytes, kv_bytes, requ
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.memory.rooms import Rooms, Shelf
 from replaylens.engine.model.config import MixerConfig, ModelConfig
-from replaylens.engine.model.loading import load, weights_hash
+from replaylens.engine.model.loading import load
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch

@@ -23,16 +23,18 @@ import replaylens as rl
 from replaylens.engine.cluster import dump_on_cluster
 from replaylens.engine.dump.maker import ShardMaker, make_plan, write_dump
 from replaylens.engine.dump.reader import Dump
-from replaylens.engine.engine import Engine, _owned, load_model
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, EngineError, FingerprintMismatch, RankFailed, UnsupportedModel
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.source import divided
-from replaylens.engine.passes import ranks as ranks_file
-from replaylens.engine.passes.ranks import Ranks, SplitWeight
+from replaylens.engine.opening import load_model, owned
 from replaylens.engine.proof import doctor
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.serving.branch import Branch
+from replaylens.extras import ranks as ranks_file
+from replaylens.extras.ranks import Ranks, SplitWeight
 from tests import digests
 from tests.engine import reference, test_machine, test_tree_machine
 from tests.engine.test_machine import AnyWindow, Sessions, some
@@ -74,7 +76,7 @@ def over(ranks: Ranks, model: Decoder) -> Decoder:
     """A copy of the model whose products are divided over ranks."""
     made, number = loading.load(model), next(_models)
     ranks.divide({f"{number}.{name}": found for name, found in ranks.packable(made).items()})
-    return _owned(made)
+    return owned(made)
 
 
 class Elsewhere:
@@ -87,7 +89,7 @@ class Elsewhere:
         return Engine(self.place(model), text, **options)
 
     def load(self, name: str, **_: Any) -> Engine:
-        drafts = _owned(load_model("coin-draft", torch.float32, check=False)[0])
+        drafts = owned(load_model("coin-draft", torch.float32, check=False)[0])
         return self(*load_model(name, torch.float32, check=False), draft_model=drafts)
 
 
@@ -103,7 +105,7 @@ def same(ours: Branch, theirs: Branch) -> bool:
 
 @pytest.mark.parametrize("name", SHORT[1:])
 def test_layers_over_devices_have_the_digests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "Engine", Elsewhere(lambda model: _owned(loading.load(model, device=("cpu", "cpu")))))
+    monkeypatch.setattr(digests, "Engine", Elsewhere(lambda model: owned(loading.load(model, device=("cpu", "cpu")))))
     assert digests.cases()[name]() == KNOWN[name]
 
 
@@ -177,20 +179,20 @@ def test_a_divided_weight_can_be_read_as_a_whole(two: Ranks) -> None:
     split = over(two, model)
     held = [x for module in split.modules() for x in getattr(module, "panels", {}).values() if isinstance(x, SplitWeight)]
     assert len(held) >= 6
-    assert loading.weights_hash(split) == loading.weights_hash(_owned(loading.load(model)))
+    assert weights_hash(split) == weights_hash(owned(loading.load(model)))
     ours, theirs = split.state_dict(), model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_the_doctor_knows_a_sum_over_ranks(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = doctor.examine_ranks(two)
+    found = ranks_file.examine_ranks(two)
     assert [(f.op, f.shape, f.equal, f.control) for f in found] == [
         ("product", "over 2 ranks", True, False),
         ("experts", "over 2 ranks", True, False),
         ("product", "over 2 ranks", False, True),
     ]
     monkeypatch.setattr(SplitWeight, "join", lambda self, parts, activated=False: _swapped(self, parts, activated))
-    assert not doctor.Certificate(doctor.examine_ranks(two)).certified, "control: columns in another order are found"
+    assert not doctor.Certificate(ranks_file.examine_ranks(two)).certified, "control: columns in another order are found"
 
 
 def _swapped(split: SplitWeight, parts: dict[int, torch.Tensor], activated: bool, join: Any = SplitWeight.join) -> torch.Tensor:
@@ -284,7 +286,7 @@ def test_followers_end_with_their_engine(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.slow
 def test_followers_end_if_rank_0_is_killed() -> None:
-    code = "import time, torch\nfrom replaylens.engine.passes.ranks import Ranks\n"
+    code = "import time, torch\nfrom replaylens.extras.ranks import Ranks\n"
     code += "ranks = Ranks(2, 'cpu', torch.float32)\nprint(ranks._followers.processes[0].pid, flush=True)\ntime.sleep(99)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as leader:

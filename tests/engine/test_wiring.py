@@ -28,7 +28,7 @@ from replaylens.engine.model.config import (
 )
 from replaylens.engine.model.decoder import Block, Decoder, Mlp
 from replaylens.engine.model.ops import tapped
-from replaylens.engine.passes import ranks
+from replaylens.extras import ranks
 from replaylens.workbench import dla
 from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.reference import Reference, differences, random_decoder

@@ -11,6 +11,7 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model import loading
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.sampling import Sampling
 from tests.families import hugging_face
 
@@ -90,7 +91,7 @@ print(peak() - before, sum(x.nbytes for x in model.state_dict().values()))
 def test_streamed_weights_are_those_of_the_host(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     hugging_face(name).save_pretrained(tmp_path, max_shard_size="20KB")
     there, here = loading.load(tmp_path, dtype, device="cuda"), loading.load(tmp_path, dtype)
-    assert there.config == here.config and loading.weights_hash(there) == loading.weights_hash(here)
+    assert there.config == here.config and weights_hash(there) == weights_hash(here)
     assert {x.device.type for x in (*there.parameters(), *there.buffers())} == {"cuda"}
     engine = Engine.load(tmp_path, device="cuda", dtype=dtype)
     moved = Engine(here.to("cuda"))

@@ -5,10 +5,11 @@ import torch
 
 from replaylens import tasks
 from replaylens.engine.engine import Engine
+from replaylens.engine.opening import GUESSES
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
 from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE
-from replaylens.engine.thinking.prefill import GUESSES, Prefiller
+from replaylens.engine.thinking.prefill import Prefiller
 from tests.engine.thinking.reference import SHAPES, random_prompt, thinking_model
 
 pytestmark = pytest.mark.gpu

@@ -15,16 +15,16 @@ from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes import graphs
-from replaylens.engine.passes import ranks as ranks_file
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, FastHeadOps, HeadOps, device_rows
-from replaylens.engine.passes.ranks import Follower, Ranks, SplitWeight
 from replaylens.engine.proof import doctor_cuda
 from replaylens.engine.proof.doctor import Finding
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import replay_on_devices
+from replaylens.extras import ranks as ranks_file
+from replaylens.extras.ranks import Follower, Ranks, SplitWeight
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder, same_bits
 from tests.families import HYBRIDS, MORE, hugging_face

@@ -678,7 +678,7 @@ ENGINE = (
     ),
     Mutant(
         "ranks-without-biases",
-        "replaylens.engine.passes.ranks",
+        "replaylens.extras.ranks",
         "self._put(held, bias_name, bias.detach().cpu(), held.own.gated)",
         "pass",
         "every rank adds the biases of its columns",
@@ -686,7 +686,7 @@ ENGINE = (
     ),
     Mutant(
         "ranks-forget-that-one-died",
-        "replaylens.engine.passes.ranks",
+        "replaylens.extras.ranks",
         "        if self._failed is not None:\n            raise RankFailed(self._explained())\n        asked",
         "        asked",
         "after a rank has died, requests say so",

@@ -160,7 +160,7 @@ GRADIENTS = (
     ),
     Mutant(
         "unknown-wiring-over-ranks",
-        "replaylens.engine.passes.ranks",
+        "replaylens.extras.ranks",
         "        require_divisible(model.config)\n",
         "",
         "a model that was read is checked before its weights are divided",

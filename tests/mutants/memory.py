@@ -314,7 +314,7 @@ MEMORY = (
     Mutant(
         "rejected-drafts-without-thoughts",
         "replaylens.engine.loop.commit",
-        "hooks=lane.hooks, thoughts=lane.thoughts)",
+        "hooks=lane.hooks, carried=lane.carried)",
         "hooks=lane.hooks)",
         "rejected drafts inherit the thoughts on their prompt",
         ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
@@ -322,8 +322,8 @@ MEMORY = (
     Mutant(
         "rejected-drafts-without-edits",
         "replaylens.engine.loop.commit",
-        "edits=lane.edits, hooks=lane.hooks, thoughts",
-        "hooks=lane.hooks, thoughts",
+        "edits=lane.edits, hooks=lane.hooks, carried",
+        "hooks=lane.hooks, carried",
         "what follows rejected drafts is computed, and indexed, under the edits that they had",
         ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),

@@ -102,7 +102,7 @@ MODELS = (
     ),
     Mutant(
         "commit-outside-the-fingerprint",
-        "replaylens.engine.proof.trace",
+        "replaylens.engine.proof.fingerprint",
         "revision=model.config.revision,",
         'revision="",',
         "another commit of a model on the hub is another fingerprint",

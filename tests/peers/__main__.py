@@ -25,7 +25,7 @@ import torch
 
 import replaylens as rl
 from replaylens.engine.errors import EngineError
-from replaylens.engine.model.hub import cache_folder
+from replaylens.engine.files import cache_folder
 from tests.peers.cache_plugin import CONTROL
 
 ROOT = Path(__file__).parents[2]

@@ -29,13 +29,13 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.text import Text
+from replaylens.engine.opening import GUESSES, Guess
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig
-from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.thinking.thoughts import Round, ThinkingRecording, Thought, Thoughts
 from replaylens.views import draw, examples, pictures
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, Phase, Readings, Slot, Token

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from replaylens.commands.options import MODEL_HELP, DtypeOption, RanksOption
 from replaylens.commands.reporting import reporting
-from replaylens.engine.machine import require_room
+from replaylens.engine.machine import optional, require_room
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -33,16 +33,15 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
-    from replaylens.engine.engine import default_dtype
-    from replaylens.engine.passes.ranks import Ranks
+    from replaylens.engine.opening import RANKS, default_dtype
     from replaylens.engine.proof import certificates
-    from replaylens.engine.proof.doctor import examine_ranks
 
     with reporting():
         require_room(f"ranks={ranks}", processes=ranks)
         certificate = certificates.examine(_load(model, device, dtype))
         if ranks > 1:
-            found = examine_ranks(Ranks(ranks, device, default_dtype(device, dtype)))
+            over = optional(RANKS, f"--ranks {ranks}")
+            found = over.examine_ranks(over.Ranks(ranks, device, default_dtype(device, dtype)))
             certificate = replace(certificate, findings=(*certificate.findings, *found))
     if json:
         typer.echo(certificate.to_json())
@@ -53,7 +52,7 @@ def doctor(
 
 
 def _load(name: str, device: str, dtype: str | None) -> Decoder:
-    from replaylens.engine.engine import default_dtype, load_model
+    from replaylens.engine.opening import default_dtype, load_model
 
     return load_model(name, default_dtype(device, dtype), check=False, device=device, with_text=False)[0]
 
@@ -100,8 +99,8 @@ def warm(
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    from replaylens.engine.engine import default_dtype, folder_of
     from replaylens.engine.model.loading import config_of
+    from replaylens.engine.opening import default_dtype, folder_of
 
     with reporting():
         require_room(f"processes={processes}", processes=processes)
@@ -130,9 +129,9 @@ def few_layers(config: ModelConfig) -> ModelConfig:
 
 
 def _model(config: str, device: str, dtype: str | None) -> Decoder:
-    from replaylens.engine.engine import default_dtype
     from replaylens.engine.model.config import ModelConfig
     from replaylens.engine.model.decoder import Decoder
+    from replaylens.engine.opening import default_dtype
 
     model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device, dtype)).to(device)
     return model.requires_grad_(False)

@@ -132,7 +132,7 @@ def engine_for(made: Dump | Rollouts, model: str | None, device: str, dtype: str
     from replaylens.engine.engine import Engine
     from replaylens.engine.model.hub import PACKAGED, is_fetched, model_folder
     from replaylens.engine.model.loading import config_of
-    from replaylens.engine.proof.trace import config_digest
+    from replaylens.engine.proof.fingerprint import config_digest
 
     made_by = _fingerprint(made)
     if dtype is None and device == "cuda" and made_by is not None:

@@ -60,7 +60,6 @@ def report(
     """Write one self-contained page: examples, trees, lens, probes, and the result of a verification."""
     from replaylens.engine.display import word
     from replaylens.engine.dump.verify import MISMATCH
-    from replaylens.engine.thinking.core import ThinkingEngine
     from replaylens.views.report import ReportPage, page_file  # needs pandas
 
     with reporting():
@@ -79,7 +78,7 @@ def report(
         verdict = None if dump is None else _verify(dump, engine, verify, features, quiet)
         decode = (lambda token: word(engine.text, token)) if engine is not None else None
         check = "" if dump is None else verify_command(dump.url, model, task, device, features, dtype)
-        layers = engine.thinking.layers if isinstance(engine, ThinkingEngine) else None
+        layers = None if engine is None or engine.plain else engine.thinking.layers  # type: ignore[attr-defined]
         given: dict[str, Any] = {"--model": model, "--task": task, "--title": title, "--features": features}
         given |= {"--device": device * (device != "cpu"), "--dtype": dtype, "--verify": str(verify) * (verify != SHARE)}
         again = _again(sources, out, given | {"--trees": str(trees) * (trees != TREES)})

@@ -18,7 +18,8 @@ from replaylens.commands.reporting import reporting
 from replaylens.engine.errors import BadRequest, RunExists, no_such
 from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import CONFIG_FILE, weights_hash
+from replaylens.engine.model.loading import CONFIG_FILE
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.values import output_path
 from replaylens.engine.terminal import hidden
 from replaylens.engine.training import embedded as zoo
@@ -122,7 +123,7 @@ def thinking_card(name: str, recipe: ThinkingRecipe, model: Model, made: str, ex
         f"| run | {recipe.steps} steps of {recipe.batch} rows, seed {recipe.seed}; AdamW, peak rate {recipe.lr:g}, cosine, "
         f"{recipe.precision}; the longest text grows from 1 step to {recipe.longest} over the first {recipe.curriculum:.0%} |",
         f"| made by | {made} |",
-        f"| weights | `{loading.weights_hash(model)}` |",
+        f"| weights | `{weights_hash(model)}` |",
     ]
     return "\n".join(
         [

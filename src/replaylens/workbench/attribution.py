@@ -38,7 +38,6 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
-from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.workbench.drawing import MetricTokens, words
 from replaylens.workbench.graph import Graph, Node, influence_of
 
@@ -302,7 +301,7 @@ def attribution_graph(
     hook functions; BadRequest for transcoders that do not fit the model, BadMetric for metrics that are no sums of logits.
     """
     most = as_int("max_nodes", max_nodes, 1)
-    if isinstance(engine, ThinkingEngine):
+    if not engine.plain:
         raise NoGradient("No gradient flows through thoughts, so there is no attribution graph of them. Use a plain model.")
     if engine.runner.device != "cpu":
         raise NoGradient("An attribution graph is computed on a CPU only. Load the engine with device='cpu'.")

@@ -24,7 +24,6 @@ from replaylens.engine.model.mixers import Mixer
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import short_repr, verb
 from replaylens.engine.serving.core import Core
-from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.probes.report import bars
 from replaylens.workbench.drawing import Grid, Metric, MetricTokens, figure, paragraph, plain, view
 
@@ -165,7 +164,7 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
     """
     if not isinstance(by, str) or by not in ("layer", "head", "neuron"):
         raise BadRequest(f"Unknown by={short_repr(by)}. Known: layer, head, neuron.")
-    if isinstance(engine, ThinkingEngine):
+    if not engine.plain:
         raise BadRequest("The logits of a Thinking-States model are not a sum over its layers. Use a plain model, or patch.")
     if by == "neuron" and engine.config.mixture is not None:
         raise BadRequest("by='neuron' was given for a mixture of experts, whose rows go to different neurons. Use by='layer'.")

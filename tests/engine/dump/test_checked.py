@@ -12,7 +12,7 @@ from replaylens.engine.dump import shard
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, DamagedShard
-from replaylens.engine.model.hub import CACHE_VARIABLE
+from replaylens.engine.files import CACHE_VARIABLE
 from replaylens.probes.rows import ProbeRows
 from tests.engine.dump.damage import edit_manifest, flip_bit
 

@@ -35,11 +35,12 @@ from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.dump.plan import DumpPlan, ends_of
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.dump.verify import VERIFIED, Comparison, Verification, diff, verify
-from replaylens.engine.engine import Engine, default_dtype
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadEdit, BadRequest, NotCaptured, PlanMismatch
 from replaylens.engine.machine import in_bytes
 from replaylens.engine.model import hub, loading
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.opening import default_dtype
 from replaylens.engine.records import DTYPES
 from replaylens.engine.replay.replayer import ReplayOptions
 from replaylens.engine.replay.run import Run

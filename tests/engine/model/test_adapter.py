@@ -14,10 +14,10 @@ from torch import Tensor
 
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, FetchFailed, UnsupportedModel
-from replaylens.engine.model.loading import load, located, save, weights_hash
+from replaylens.engine.model.loading import load, located, save
 from replaylens.engine.model.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, AdapterConfig, BaseModules, Lora
 from replaylens.engine.model.source import Source
-from replaylens.engine.proof.trace import take
+from replaylens.engine.proof.fingerprint import take, weights_hash
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face
 

@@ -18,8 +18,9 @@ from replaylens.engine.errors import BadRequest, BadWeights, ModelMismatch, Unsu
 from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import WEIGHTS_FILE, load, save, weights_hash
+from replaylens.engine.model.loading import WEIGHTS_FILE, load, save
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.proof.fingerprint import weights_hash
 from tests.devices import covering
 from tests.engine.model.test_weights import edit, edit_json, write_gguf
 from tests.engine.replay.bridges import bridge

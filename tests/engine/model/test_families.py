@@ -21,10 +21,11 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.families import REFUSED as REFUSALS
 from replaylens.engine.model.family import require_described, require_readable
-from replaylens.engine.model.loading import build, from_hugging_face, load, save, weights_hash
+from replaylens.engine.model.loading import build, from_hugging_face, load, save
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.sites import KEY_SITES, by_layer
 from replaylens.engine.model.source import Source
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.extend import overlooked
 from tests.engine.gradients.reference import difference, of_decoder

@@ -23,8 +23,9 @@ from replaylens.engine.model import source as shards
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.families import FAMILIES
 from replaylens.engine.model.gguf import ARCHITECTURES, config_of
-from replaylens.engine.model.loading import WEIGHTS_FILE, load, text_config, weights_hash
+from replaylens.engine.model.loading import WEIGHTS_FILE, load, text_config
 from replaylens.engine.model.source import Filler, Shards, Source
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.tasks import WordTokenizer
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import assert_same, edit

@@ -20,7 +20,8 @@ from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadRequest, FetchFailed, UnsupportedModel
 from replaylens.engine.model import hub
 from replaylens.engine.model.hub import HubOptions, fetch_snapshot
-from replaylens.engine.model.loading import load, save, weights_hash
+from replaylens.engine.model.loading import load, save
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.thinking.core import ThinkingEngine
 from tests.engine.dump.test_cli import run

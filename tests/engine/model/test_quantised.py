@@ -15,9 +15,10 @@ from torch import Tensor
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
 from replaylens.engine.model import quantised
-from replaylens.engine.model.loading import WEIGHTS_FILE, load, weights_hash
+from replaylens.engine.model.loading import WEIGHTS_FILE, load
 from replaylens.engine.model.quantised import dequantised, from_mxfp4
 from replaylens.engine.model.source import Source
+from replaylens.engine.proof.fingerprint import weights_hash
 from tests.engine.model.test_adapter import trained
 from tests.engine.model.test_weights import edit_json
 from tests.families import hugging_face

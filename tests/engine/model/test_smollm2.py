@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from replaylens.commands import demo
 from replaylens.engine.errors import BadRequest, FetchFailed
+from replaylens.engine.files import CACHE_VARIABLE
 from replaylens.engine.model import hub
-from replaylens.engine.model.hub import CACHE_VARIABLE
 from replaylens.engine.model.loading import load
 from replaylens.engine.model.text import Text
 from tests.engine.passes.packed import alone, logits, worst

@@ -29,7 +29,7 @@ from replaylens.engine.errors import (
     ReplayMismatch,
 )
 from replaylens.engine.lens import lens as tuned_lens
-from replaylens.engine.proof import trace
+from replaylens.engine.proof import fingerprint
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
@@ -497,7 +497,7 @@ def test_an_engine_replays_its_own_trace_while_it_records(served: Engine) -> Non
 
 def test_weights_are_hashed_once_and_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(trace, "weights_hash", lambda model: calls.append(model) or "hash")
+    monkeypatch.setattr(fingerprint, "weights_hash", lambda model: calls.append(model) or "hash")
     made = engine(random_model())
     made.prompt([1, 2, 3], sites="S").fork()[0].generate(4)
     assert not calls

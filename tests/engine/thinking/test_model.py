@@ -36,13 +36,13 @@ from replaylens.cli import app
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest, BadWeights, NonFinite
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.opening import GUESSES, Guess
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.thinking import blocks
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.thinking.prefill import GUESSES, Guess
 from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.engine.training import thinking as plain

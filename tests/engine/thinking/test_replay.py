@@ -28,12 +28,13 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest, BadThought, NonFinite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.opening import GUESSES, Guess
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
-from replaylens.engine.thinking.prefill import GUESSES, Guess, Prefiller
+from replaylens.engine.thinking.prefill import Prefiller
 from replaylens.engine.thinking.thoughts import LETTERS
 from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.tasks import WordTokenizer

@@ -14,7 +14,7 @@ from replaylens import Engine, tasks
 from replaylens.cli import app
 from replaylens.commands import training as command
 from replaylens.engine.errors import BadRecipe
-from replaylens.engine.model.loading import weights_hash
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import thinking as thinking_train

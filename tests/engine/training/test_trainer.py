@@ -20,8 +20,8 @@ from replaylens.commands import training as command
 from replaylens.engine.errors import BadRecipe, BadThought
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.terminal import defer_interrupt
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder, padded
 from replaylens.engine.training import embedded as zoo
@@ -759,7 +759,6 @@ def test_cards_tell_every_number_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
     )  # fmt: skip
     model: Any = torch.nn.Linear(30, 40)
     monkeypatch.setattr(command, "weights_hash", lambda given: "hash")
-    monkeypatch.setattr(command.loading, "weights_hash", lambda given: "hash")
     monkeypatch.setattr(command, "accuracies", lambda *given: [f"accuracies of {given[2:]}"])
     shape = "layers: 2, d_model 3, 4 heads of 5, gated MLP of 6, rotary positions, RMSNorm, tied embeddings; 1,240 weights"
     growth = "the longest text grows from 1 step to 11 over the first 18%"

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import weights_hash
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.training import embedded as zoo
 from replaylens.engine.training import embedded_thinking
 from replaylens.engine.zoo import CHECKPOINTS, PLAIN, THINKING

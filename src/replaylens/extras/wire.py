@@ -168,7 +168,7 @@ class Followers:
         with open(self._log(rank), "wb") as log:
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", "-m", "replaylens.engine.passes.ranks", *map(str, given)],
+                    [sys.executable, "-P", "-m", "replaylens.extras.ranks", *map(str, given)],
                     env={**os.environ, "PYTHONPATH": paths},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

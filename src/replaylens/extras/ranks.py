@@ -5,7 +5,7 @@ the weights and multiply: rank 0 sends rows, every rank computes its columns, ra
 product is a sum of its own, so that no sum crosses ranks and no bit depends on their number. Followers keep nothing of a pass:
 one that dies costs the pass, never a token.
 
-`python -m replaylens.engine.passes.ranks` is a follower. It takes its weights from rank 0, whatever they were read from.
+`python -m replaylens.extras.ranks` is a follower. It takes its weights from rank 0, whatever they were read from.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
@@ -29,9 +30,14 @@ from replaylens.engine.errors import BadRequest, FingerprintMismatch, RankFailed
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import Activation, ModelConfig, handled, require_handled
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.layers import Experts, Linear, Packable
-from replaylens.engine.passes.wire import START, Followers, Wire, identity, of_torchrun, started
+from replaylens.engine.model.layers import Elsewhere, Experts, Linear, Packable
+from replaylens.engine.model.ops import RowOps
+from replaylens.engine.opening import TIMEOUT
+from replaylens.engine.proof.doctor import Finding, numbers, require
+from replaylens.engine.proof.fingerprint import weights_hash
+from replaylens.engine.request.values import as_float, as_int, as_processes
 from replaylens.engine.terminal import defer_interrupt
+from replaylens.extras.wire import START, Followers, Wire, identity, launched, of_torchrun, started
 
 # ---- shares ----------------------------------------------------------------------------------------------------------
 # Which columns of a weight a rank has.
@@ -39,10 +45,6 @@ from replaylens.engine.terminal import defer_interrupt
 UNIT = 16
 """columns that stay together; a weight of fewer columns stays on rank 0"""
 OTHERS = "The source holds other weights than when it was loaded. Load a new engine."
-TIMEOUT = 60.0
-"""seconds to wait for an answer"""
-
-
 HANDLED = handled(
     ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "
     "rotary_layers local_rope windows slopes attn_scale scale_by_layer attn_softcap logit_softcap qk_norm qk_norm_kind "
@@ -96,13 +98,17 @@ class Slice(Packable):
         return super().stored(name if known else "down")
 
 
-class SplitWeight:
+class SplitWeight(Elsewhere):
     """A weight of which every rank has some columns. Stands among a module's packed weights."""
 
     def __init__(self, ranks: "Ranks", number: int, leaf: str, weight: Tensor, blocks: int, own: Slice) -> None:
         """weight  [..., inputs, outputs], of which nothing is kept"""
         self.ranks, self.number, self.leaf, self.blocks, self.own = ranks, number, leaf, blocks, own
         self.shape, self.dtype, self.device = tuple(weight.shape), weight.dtype, ranks.device
+
+    def ops(self, kind: Any, fast: bool) -> Any:
+        """A class of ops that asks the other ranks."""
+        return split_ops(kind, fast)
 
     def __deepcopy__(self, memo: object) -> "SplitWeight":
         """A copy of a model has the same weights, on the same ranks."""
@@ -355,6 +361,99 @@ class Ranks:
         )
 
 
+# ---- Engine.load -----------------------------------------------------------------------------------------------------
+
+
+def joined(ranks: Any, where: Any, device: str, source: Any) -> bool:
+    """Whether a model is divided over several ranks. Other ranks than 0 that torchrun started serve here, and end with it."""
+    ranks = as_int("ranks", ranks, 1) if launched() else as_processes("ranks", ranks)
+    if ranks == 1:
+        return False
+    if not isinstance(where, str):
+        raise BadRequest(f"Both devices={list(where)} and ranks={ranks} were given. Give one of them.")
+    if isinstance(source, Decoder):  # others are checked once they are read
+        require_divisible(source.config)
+    if (place := launched(ranks)) is not None and place[0]:
+        follow(device)
+    return True
+
+
+def divided(
+    ranks: int,
+    device: str,
+    dtype: torch.dtype,
+    timeout: Any,
+    read: Callable[..., Any],
+    make: Callable[..., Any],
+    check: bool,
+    with_text: bool,
+) -> Any:
+    """The engine that `make` makes of the model that `read` reads, with its products over ranks.
+
+    NotCertified if they do not have the bits of one. From then on they can be restarted.
+    """
+    group = Ranks(ranks, device, dtype, as_float("rank_timeout", timeout))
+    with group.closed_by_errors():
+        model, text = read(check=check, packed=group, with_text=with_text)
+        engine = make(group.take(model), text)
+        found = examine_ranks(group)
+        engine.certificate = require(replace(engine.certificate, findings=(*engine.certificate.findings, *found)))
+        again = partial(read, check=False, with_text=False)
+        weights, held = engine.fingerprint.weights, weakref.ref(engine.model)
+
+        def reload(ranks: Ranks) -> None:
+            ranks.take(again(packed=ranks)[0])
+            if (model := held()) is not None and weights_hash(model) != weights:
+                raise FingerprintMismatch(OTHERS)
+
+        group.ready(reload)
+        engine.ranks = group
+    return engine
+
+
+# ---- the doctor -----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def examine_ranks(ranks: "Ranks") -> tuple[Finding, ...]:
+    """Products over ranks against the same on rank 0 alone. In the control every rank has a part of the inputs, and an
+    all-reduce adds their sums."""
+    there = partial(torch.Tensor.to, device=ranks.device, dtype=ranks.dtype)
+    x, op = there(numbers(1, 70, 577)), f"over {ranks.size} ranks"
+    plain = _product_with(there(numbers(2, 577, 100)), there(numbers(3, 100)))
+    experts = Experts(5, 577, 50, gated=True, bias=False)
+    experts.up = nn.Parameter(there(numbers(4, 5, 577, 100)), False)
+    experts.down = nn.Parameter(there(numbers(5, 5, 50, 80)), False)
+    chosen = torch.arange(140, device=ranks.device).view(70, 2) % 5
+    cases: dict[str, Callable[[RowOps], Tensor]] = {
+        "product": lambda ops: ops.linear(x, plain),
+        "experts": lambda ops: ops.experts_out(ops.experts_hidden(x, chosen, experts, "silu"), chosen, experts),
+    }
+    with modes.canonical():
+        whole = {name: case(ranks.ops(divided=False)) for name, case in cases.items()}
+        summed = sum_over_ranks(x, plain, ranks)
+        ranks.divide({"doctor.product.weight": (plain, "weight")})
+        ranks.divide({f"doctor.experts.{leaf}": (experts, leaf) for leaf in ("up", "down")})
+        split = {name: case(ranks.ops(divided=True)) for name, case in cases.items()}
+    found = [Finding(name, op, "as on one", torch.equal(split[name], whole[name])) for name in cases]
+    equal = torch.equal(summed, whole["product"])
+    return (*found, Finding("product", op, "control: parts of the inputs, added over ranks", equal, control=True))
+
+
+def _product_with(weight: Tensor, bias: Tensor | None = None) -> Linear:
+    made = Linear(len(weight), weight.shape[1], bias is not None)
+    made.weight = nn.Parameter(weight.contiguous(), False)
+    made.bias = None if bias is None else nn.Parameter(bias, False)
+    return made
+
+
+def sum_over_ranks(x: Tensor, linear: Linear, ranks: "Ranks") -> Tensor:
+    """The product as an all-reduce computes it: each rank has a part of the inputs, and their sums are added in any order."""
+    parts = zip(x.tensor_split(ranks.size, 1), linear.weight.detach().tensor_split(ranks.size), strict=True)
+    found = torch.stack([ranks.ops(False).linear(some.contiguous(), _product_with(rows)) for some, rows in parts]).sum(0)
+    return found if linear.bias is None else found + linear.bias
+
+
 # ---- ops -------------------------------------------------------------------------------------------------------------
 
 
@@ -444,12 +543,6 @@ def _linear(ops: Any, x: Tensor, linear: Any, kind: Activation | None, gated: bo
 def split_ops(kind: Any, fast: bool) -> Any:
     """A class of ops, divided over ranks. fast: those of the fast path"""
     return type(f"SplitWeight{kind.__name__}", (SplitOps, kind), {"fast": fast})
-
-
-def is_split(model: Decoder) -> bool:
-    """Whether ranks hold weights of the model."""
-    held = (each for module in model.modules() if isinstance(module, Packable) for each in module.panels.values())
-    return any(isinstance(each, SplitWeight) for each in held)
 
 
 # ---- followers -------------------------------------------------------------------------------------------------------
