@@ -35,7 +35,7 @@ TIMEOUT = 60.0
 """seconds to wait for an answer of a rank"""
 Guess = Literal["sequential", "empty", "drafted"]
 GUESSES: tuple[Guess, ...] = ("sequential", "empty", "drafted")
-Make = Callable[..., Any]
+EngineOf = Callable[..., Any]
 """an engine of a decoder, its tokenizer and a draft model"""
 
 
@@ -46,7 +46,7 @@ class Opened(NamedTuple):
     """its kind, in words"""
     model: Any
     tokenizer: Any
-    make: Make
+    make: EngineOf
     """an engine, of the model and its tokenizer"""
 
 
@@ -54,7 +54,7 @@ class Opened(NamedTuple):
 
 
 def open_engine(
-    make: Make,
+    make: EngineOf,
     source: Any,
     device: str,
     devices: Sequence[str] | None,
@@ -98,7 +98,7 @@ def open_engine(
         _require_guess(guess)
     check = loading.is_live(source) if check is None else check
     read = partial(load_model, source, dtype, adapter=adapter, hub=hub)
-    made: Make = lambda model, text: make(  # noqa: E731
+    made: EngineOf = lambda model, text: make(  # noqa: E731
         owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options
     )
     if several:
