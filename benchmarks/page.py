@@ -66,6 +66,8 @@ class Book:
         self.files: dict[str, dict[str, Any]] = {}
         self.shown: list[Row] = []
         """since the last `source`"""
+        self.read: dict[str, dict[str, None]] = {}
+        """origins of the numbers of files without rows that were read since then, by file"""
         self.aimed: set[int] = set()
         """bodies of rows whose target is said"""
         self.every: list[Row] = []
@@ -98,8 +100,15 @@ class Book:
         return any(what in ("", row["what"]) for row in found)
 
     def number(self, file: str, *keys: str | int) -> Any:
-        """A number of a file that has no rows."""
+        """A number of a file that has no rows. Its first key names a part, which may say its commit, machine and arithmetic."""
         found: Any = self.file(file)
+        part = found[keys[0]]
+        if isinstance(part, dict) and "commit" in part:
+            arithmetic, machine = part.get("arithmetic", "arithmetic not on record"), part["machine"].partition(",")[0]
+            origin = f"{part['commit'][:8]} of {found['date'][:10]}, {arithmetic}, {machine}"
+        else:
+            origin = "commit not on record"
+        self.read.setdefault(file, {})[origin] = None
         for key in keys:
             found = found[key]
         return found
@@ -156,6 +165,9 @@ class Book:
                 parts.sort(key=lambda origin: -len({id(row._body) for row in found[origin]}))
                 parts[1:] = [f"{origin}: {words(found[origin])}" for origin in parts[1:]]
             files.setdefault("; ".join(parts), []).append(f"`{name}.json`")
+        for name, read in self.read.items():
+            files.setdefault("; ".join(read), []).append(f"`{name}.json`")
+        self.read = {}
         return "*From " + ", ".join(f"{', '.join(names)} ({origin})" for origin, names in files.items()) + ".*"
 
     def origin(self, row: Row) -> str:
@@ -225,8 +237,8 @@ def rendered(template: str, whole: bool = True, book: Book | None = None, folder
     }
     environment.globals |= {"aim": book.aim, "aims": book.aims, "judged": book.judged, "source": book.source}
     text = environment.get_template(template).render()
-    if whole and book.shown:
-        raise ValueError(f"{template}: rows without a source: {words(book.shown)}")
+    if whole and (book.shown or book.read):
+        raise ValueError(f"{template}: rows without a source: {words(book.shown) or ', '.join(book.read)}")
     silent = [row for row in book.every if row._body.get("aim") and id(row._body) not in book.aimed]
     if whole and silent:
         raise ValueError(f"{template}: rows without their target: {words(silent)}")

@@ -97,6 +97,7 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
             _sections(tab, pages["report"], theme)
             tab.goto(pages["rollouts"].as_uri())
             tab.locator(".rl-node").nth(1).click()
+            unfold(tab)
             tab.screenshot(path=HERE / f"rollouts-{theme}.png", full_page=True)  # with the page's padding
             _thoughts(tab, pages["thoughts"], HERE / f"thoughts-{theme}.png")
             tab.close()
@@ -104,17 +105,28 @@ def _screenshots(pages: dict[str, Path], chromium: str) -> None:
 
 
 def _thoughts(tab: Any, page: Path, out: Path) -> None:
-    """As wide as it is, since what scrolls is cut off in a picture."""
     tab.goto(page.as_uri())
-    wide = tab.evaluate("Math.max(...[...document.querySelectorAll('.rl-scroll')].map(e => e.scrollWidth))")
-    tab.set_viewport_size({"width": wide + 40, "height": 400})
-    assert tab.evaluate("[...document.querySelectorAll('.rl-scroll')].every(e => e.scrollWidth <= e.clientWidth)")
+    unfold(tab)
     tab.locator(".rl-view").screenshot(path=out)
+
+
+_SCROLLED = """part => [...document.querySelectorAll(part + ' *')].filter(e =>
+    /auto|scroll/.test(getComputedStyle(e).overflow) && (e.scrollWidth > e.clientWidth || e.scrollHeight > e.clientHeight))"""
+
+
+def unfold(tab: Any, part: str = ".rl-view") -> None:
+    """Show as much as there is: what scrolls is cut off in a picture."""
+    beyond = tab.evaluate(f"Math.max(0, ...({_SCROLLED})('{part}').map(e => e.scrollWidth - e.clientWidth))")
+    tab.set_viewport_size({"width": tab.viewport_size["width"] + beyond, "height": tab.viewport_size["height"]})
+    whole = "e.style.maxHeight = 'none'; e.style.height = e.scrollHeight + 'px'"
+    tab.evaluate(f"({_SCROLLED})('{part}').forEach(e => {{ {whole} }})")
+    assert not (left := tab.evaluate(f"({_SCROLLED})('{part}').map(e => e.className)")), f"cut off: {left}"
 
 
 def _sections(tab: Any, page: Path, theme: str) -> None:
     tab.goto(f"{page.as_uri()}#example-6")
     tab.wait_for_selector("#rl-explorer .rl-token")
+    unfold(tab, "#found")
     tab.locator("#found").screenshot(path=HERE / f"report-found-{theme}.png")
 
 

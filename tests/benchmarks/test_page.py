@@ -95,6 +95,27 @@ def test_rows_need_a_source(tmp_path: Path) -> None:
     assert rendered("template.md", whole=False, book=planted(tmp_path, {}), folder=tmp_path) == "1.0\n"
 
 
+def test_numbers_of_a_file_without_rows_need_a_source(tmp_path: Path) -> None:
+    part = {"commit": "fedcba9876", "machine": "a Z80, beside others", "speed": 3.5}
+    (tmp_path / "apart.json").write_text(json.dumps({"date": "2026-11-18T00:00:00", "of it": part, "later": {"speed": 4.5}}))
+    (tmp_path / "template.md").write_text('{{ number("apart", "of it", "speed") }}')
+    with pytest.raises(ValueError, match="rows without a source: apart"):
+        rendered("template.md", book=Book(tmp_path), folder=tmp_path)
+    (tmp_path / "template.md").write_text('{{ number("apart", "of it", "speed") }} {{ source() }} {{ source() }}')
+    said = "3.5 *From `apart.json` (fedcba98 of 2026-11-18, arithmetic not on record, a Z80).*"
+    assert rendered("template.md", book=Book(tmp_path), folder=tmp_path) == f"{said} *From .*\n", "each source is said once"
+    (tmp_path / "template.md").write_text('{{ number("apart", "later", "speed") }} {{ source() }}')
+    assert "(commit not on record)" in rendered("template.md", book=Book(tmp_path), folder=tmp_path)
+
+
+def test_every_number_of_the_readme_is_of_a_row_on_the_page() -> None:
+    book = Book()
+    rendered("performance.md", book=book)
+    there = {id(row._body) for row in book.every}
+    rendered("speed.md", whole=False, book=book)
+    assert len(book.shown) > 20 and [row._body["what"] for row in book.shown if id(row._body) not in there] == []
+
+
 def test_a_source_is_what_the_file_says(tmp_path: Path) -> None:
     """Of its own case; without a commit it is said to have none; a row that was measured apart is named."""
     text = '{% for row in ("a step", "another: s", "third") %}{{ r(row).ratio }}{% endfor %}'

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +29,11 @@ from replaylens.views.pictures import Tree
 from replaylens.views.report import ReportPage
 from replaylens.views.rollouts import RolloutTree
 from replaylens.workbench.attention import AttentionResult
+from tests.drawings import VIEWS, timeline
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 
+ROOT = Path(__file__).parents[2]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
@@ -395,6 +398,49 @@ def test_trees_that_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="is a folder"):
         RolloutTree(("a",), ("x",), (), (), ()).save(tmp_path)
     assert parsed(RolloutTree(("a",), ("x",), (), (), ())._repr_html_()), "no rollouts: an empty picture"
+
+
+# ---- what leaves its canvas ------------------------------------------------------------------------------------------
+
+OUTSIDE = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
+    const canvas = svg.getBoundingClientRect();
+    return canvas.width ? [...svg.querySelectorAll('text')].filter(text => {
+        const box = text.getBoundingClientRect();
+        const beyond = [canvas.left - box.left, box.right - canvas.right, canvas.top - box.top, box.bottom - canvas.bottom];
+        return Math.max(...beyond) > 1;
+    }).map(text => text.textContent) : [];
+})"""
+"""words of a drawing beyond its edges"""
+
+
+def test_every_word_of_a_drawing_lies_inside_its_canvas(tab: Any, tmp_path: Path) -> None:
+    """All views of tests/drawings.py, each frame of the timeline, and the boards of the docs; a narrow board is found."""
+    boards = {file.name: file.read_text() for file in (ROOT / "docs/img").glob("*.svg")}
+    views = [view._repr_html_() for make in VIEWS.values() for view in make()]
+    frames = timeline().frames
+    boards |= {"all": timeline().board(frames), **{f"{i}": timeline().still(frame) for i, frame in enumerate(frames)}}
+    body = "".join(f"<div id='{name}'>{board}</div>" for name, board in boards.items())
+    (tmp_path / "x.html").write_text(f"<!DOCTYPE html><meta charset=utf-8><body>{body}{''.join(views)}")
+    tab.goto((tmp_path / "x.html").as_uri())
+    assert len(boards) > 10 and tab.locator("svg text").count() > 100 and tab.evaluate(OUTSIDE) == []
+    tab.evaluate("document.getElementById('all').firstChild.setAttribute('width', '400')")
+    tab.evaluate("document.getElementById('all').firstChild.setAttribute('viewBox', '0 0 400 600')")
+    assert tab.evaluate(OUTSIDE)
+
+
+def test_a_picture_shows_what_would_scroll(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:
+    """Before a picture of a page is taken, its trees and rows are as high and as wide as they are."""
+    unfold, page = runpy.run_path(str(ROOT / "docs/img/draw.py"))["unfold"], rollouts.tree().save(tmp_path / "x.html")
+    tab.goto(page.as_uri())
+    tab.wait_for_selector(".rl-node")
+    tab.evaluate("document.querySelector('.rl-canvas').style.height = '90px'")
+    tab.evaluate("document.querySelector('.rl-canvas').style.width = '300px'")
+    with pytest.raises(AssertionError, match=r"cut off.*rl-canvas"):
+        unfold(tab)
+    tab.evaluate("document.querySelector('.rl-canvas').style.width = ''")
+    unfold(tab)
+    canvas = "(() => { const e = document.querySelector('.rl-canvas'); return e.scrollHeight - e.clientHeight; })()"
+    assert tab.evaluate(canvas) == 0 and tab.locator(".rl-canvas").bounding_box()["height"] > 100
 
 
 # ---- in a browser -----------------------------------------------------------------------------------------------------

@@ -71,8 +71,39 @@ def outside(figure: Figure) -> list[float]:
 def test_nothing_leaves_the_figure(name: str) -> None:
     made = FIGURES[name]()
     assert isinstance(made, Figure) and made.get_facecolor() == (1.0, 1.0, 1.0, 1.0), "readable on a dark page, too"
-    assert max(outside(made)) < 0.02
+    assert max(outside(made)) < 0.02 and collisions(made) == []
     assert callable(getattr(made, "_repr_png_", None)), "a notebook shows it"
+
+
+def collisions(figure: Figure) -> list[str]:
+    """Words on a figure's axes that leave the axes, or lie on the word beside or above them, by more than a pixel."""
+    figure.draw_without_rendering()
+    found = []
+    for axis in figure.axes:
+        edge = axis.get_window_extent().padded(1)
+        boxes = sorted([(*text.get_window_extent().extents, text.get_text()) for text in axis.texts if text.get_text()])
+        found += [word for *box, word in boxes if not (edge.contains(*box[:2]) and edge.contains(*box[2:]))]
+        for order in (boxes, sorted(boxes, key=lambda box: (round(box[1] + box[3]), box[0]))):
+            pairs = ((a, b) for a, b in pairwise(order) if min(a[3], b[3]) - max(a[1], b[1]) > 1)
+            found += [f"{a[4]} on {b[4]}" for a, b in pairs if min(a[2], b[2]) - max(a[0], b[0]) > 1]
+    return found
+
+
+def lettered(rows: int, columns: int, letter: str = "W") -> Figure:
+    """Cells of a grid whose words are as wide as can be."""
+    names = [f"a long name of row {i}" for i in range(rows)]
+    words = [[letter * 9] * columns] * rows
+    return figure([Grid("a grid", names, ["x"] * columns, np.zeros((rows, columns)), words)], "a label", "rows", "columns")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 14), (31, 14), (10, 60), (2, 250), (200, 3)])
+@pytest.mark.parametrize("letter", ["W", "i", "\N{FULL BLOCK}"])
+def test_the_words_of_a_grid_fit_into_its_cells(rows: int, columns: int, letter: str) -> None:
+    made = lettered(rows, columns, letter)
+    assert collisions(made) == []
+    wide = made.axes[0].get_window_extent().width / columns
+    words = [text for text in made.axes[0].texts if text.get_text()]
+    assert all(text.get_window_extent().width <= wide for text in words) and (words or columns > 60 or rows > 60)
 
 
 def test_a_label_that_leaves_the_figure_is_found() -> None:
@@ -81,6 +112,9 @@ def test_a_label_that_leaves_the_figure_is_found() -> None:
     assert made._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     made.axes[-1].set_ylabel(SENTENCE)
     assert max(outside(made)) > 0.5
+    grid = lettered(3, 14)
+    grid.axes[0].texts[0].set_text("W" * 7)
+    assert collisions(grid)
 
 
 @pytest.mark.parametrize("name", ["rollouts", "curve", "resilience", "siblings", "sweep curves", "steer"])

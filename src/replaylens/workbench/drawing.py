@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, SymLogNorm
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor
 
@@ -27,9 +30,11 @@ from replaylens.views.maps import Heatmap, HeatmapCell, draw, span
 MAX_COLUMNS = 64
 """of a table in a notebook; figures show all"""
 _MAX_WORDS = 600
-"""cells of a figure up to which their words fit"""
+"""cells of a figure up to which their words are written"""
 _MAX_WORD, _MAX_LABEL = 7, 24
 """characters of a cell's word, and of a column's name"""
+_SIZE = 6.0
+"""of a cell's word, in points"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +81,15 @@ def figure(grids: Sequence[Grid], label: str, rows: str, columns: str) -> Figure
         axis.set(title=title, xlabel=columns, xticks=_middles(grid.columns), yticks=_middles(grid.rows))
         axis.set_xticklabels([plain(short(name, _MAX_LABEL)) for name in grid.columns], rotation=90, fontsize=7)
         axis.set_yticklabels([plain(name) for name in grid.rows] if axis is axes[0] or uneven else [], fontsize=7)
-        if grid.words is not None and grid.values.size <= _MAX_WORDS:
-            _write_words(axis, grid, lambda value: image.cmap(image.norm(value)))  # noqa: B023
     axes[0].set_ylabel(rows)
     form = StrMethodFormatter("{x:.0f}") if grids[0].ranks else None
     made.colorbar(image, ax=list(axes), label=wrapped(plain(label), height - 1), format=form, extend=_beyond(grids, scale))
+    layout = made.get_layout_engine()
+    assert layout is not None
+    layout.execute(made)  # cells have their widths
+    for axis, grid in zip(axes, grids, strict=True):
+        if grid.words is not None and grid.values.size <= _MAX_WORDS:
+            _write_words(axis, grid, lambda value: image.cmap(image.norm(value)))
     return made
 
 
@@ -106,14 +115,33 @@ def _middles(names: Sequence[str]) -> list[float]:
 
 
 def _write_words(axis: Axes, grid: Grid, colour: Callable[[float], tuple[float, ...]]) -> None:
-    """The words of the cells, white on dark colours, as many characters as fit."""
+    """The words of the cells, white on dark colours, as many characters as fit; none into cells that are too low or narrow."""
     assert grid.words is not None
+    box = axis.get_window_extent().transformed(axis.figure.dpi_scale_trans.inverted())
+    wide, high = 72 * box.width / len(grid.columns), 72 * box.height / len(grid.rows)
+    if high < 1.2 * _SIZE:
+        return
     for i, line in enumerate(grid.words):
         for j, cell in enumerate(line):
             red, green, blue = colour(float(grid.values[i, j]))[:3]
             ink = "white" if np.isfinite(grid.values[i, j]) and 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else "black"
-            text = plain(short(cell.strip() or cell, _MAX_WORD))
-            axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=6, color=ink)
+            text = _fitting(cell.strip() or cell, wide)
+            axis.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=_SIZE, color=ink)
+
+
+def _fitting(word: str, wide: float) -> str:
+    """As many characters of a word as fit, so many points wide; empty where none does."""
+    for most in range(_MAX_WORD, 0, -1):
+        text = plain(short(word, most))
+        if _points(text) <= wide:
+            return text if text != "…" else ""
+    return ""
+
+
+@cache
+def _points(text: str) -> float:
+    """The width of a cell's word."""
+    return float(text_to_path.get_text_width_height_descent(text, FontProperties(size=_SIZE), ismath=False)[0])
 
 
 def view(grids: Sequence[Grid], *more: Markup, note: str = "") -> str:
