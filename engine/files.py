@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from shutil import rmtree
 from typing import IO
 
 from replaylens.engine.errors import BadRequest, DumpWriteFailed
@@ -41,6 +42,25 @@ def appearing(path: str | Path, hidden: str | Path | None = None) -> Iterator[IO
         _flushed(raw)
         os.replace(hidden, path)
     sync_folder(os.path.dirname(os.path.abspath(path)))
+
+
+@contextmanager
+def appearing_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to fill, which has its name once the block ends without an error. Otherwise nothing is left. DumpWriteFailed if
+    the disk refuses. There must be no folder of this name, or an empty one.
+    """
+    goal = Path(path).resolve()
+    hidden = Path(hidden_name(goal))
+    with failing() as at:
+        at[0] = goal
+        hidden.mkdir(parents=True)
+        try:
+            yield hidden
+            os.replace(hidden, goal)
+        except BaseException:
+            rmtree(hidden, ignore_errors=True)
+            raise
+        sync_folder(goal.parent)
 
 
 @contextmanager

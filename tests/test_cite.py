@@ -352,8 +352,8 @@ def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Pat
         assert code == 2 and "manifest.json." not in out and str(file) in out, out
         instead = re.search(r"replaylens verify (\S+)\.", out)
         assert instead is None or instead[1] == str(file.parent), out
-        others = "bundle", "trace", "page", "tree", "board", "figure"
-        assert instead or file.name in others or (file.parent.name in others[:2] and "replaylens verif" not in out), out
+        others = "bundle", "trace", "model", "state", "page", "tree", "board", "figure"
+        assert instead or file.name in others or (file.parent.name in others[:4] and "replaylens verif" not in out), out
     for path in ("probe/probe", "probe/probe.json", "probe/probe.safetensors", "probe"):
         code, out = called("verify", tmp_path / path)
         assert code == 0 and "LinearProbe(face at S0" in out, out
@@ -361,9 +361,7 @@ def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Pat
     for path in ("probe/probe", "probe"):
         code, out = called("verify", tmp_path / path)
         assert code == 1 and "probe.safetensors was changed" in out, out
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    for path in ("model", "model/config.json"):
+    for path in ("model", "model/replaylens.json", "model/model.safetensors", "state/training.safetensors"):
         assert "replaylens doctor" in called("verify", tmp_path / path)[1]
 
 

@@ -27,14 +27,19 @@ from replaylens.engine import files
 from replaylens.engine.display import picture
 from replaylens.engine.errors import BadRequest, DumpWriteFailed, EngineError, Unsealed
 from replaylens.engine.lens.lens import TunedLens
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import Fingerprint
+from replaylens.engine.training import embedded as zoo
+from replaylens.engine.training.trainer import load_state, save_state
 from replaylens.probes import report as report_module
 from replaylens.probes.errors import BadProbeFile, SweepMismatch
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell
 from replaylens.probes.sweeps import SweepCache, check_parts
+from replaylens.tasks import WordTokenizer
 from replaylens.tasks.errors import TaskError
 from replaylens.views.report import ReportPage
 from tests.drawings import rollout_tree, timeline
@@ -136,6 +141,31 @@ def trace(folder: Path, version: int) -> None:
     made.save(folder / "a.trace")
 
 
+SMALL = ModelConfig(
+    num_layers=1, d_model=4, num_heads=1, num_kv_heads=1, d_head=4, d_mlp=4, vocab_size=106, max_positions=512, rotary_dim=4
+)
+
+
+def a_model(version: int) -> Decoder:
+    return Decoder(SMALL).initialize(version).requires_grad_(False)
+
+
+def hash_of(folder: Path) -> str:
+    """Of the model that is loaded, and of all its files."""
+    zoo.load(folder)
+    files = (folder / name for name in ("replaylens.json", "tokenizer.json", "model.safetensors"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+RECIPE = replace(zoo.recipe("coin-draft"), config=SMALL)
+
+
+def state_of(folder: Path) -> int:
+    """The step of a saved run."""
+    model = a_model(0)
+    return load_state(folder / "training.safetensors", RECIPE, model, torch.optim.AdamW(model.parameters()))
+
+
 def report_of(folder: Path) -> Any:
     """(digest, files of the report, others): as `verify` finds them, which reads the summary in report.json, too."""
     found = Report.load(folder)
@@ -169,6 +199,18 @@ KINDS = {
     "page": Kind(page, intact("page.html"), ("page.html",)),
     "tree": Kind(trees, intact("tree.html"), ("tree.html",)),
     "board": Kind(boards, intact("000-prefill.svg"), ("000-prefill.svg",)),
+    "model": Kind(
+        lambda folder, v: zoo.save(a_model(v), WordTokenizer(["a", "b"]), folder),
+        hash_of,
+        ("model.safetensors", "replaylens.json", "tokenizer.json"),
+    ),
+    "state": Kind(
+        lambda folder, v: save_state(
+            folder / "training.safetensors", RECIPE, model := a_model(v), torch.optim.AdamW(model.parameters()), v
+        ),
+        state_of,
+        ("training.safetensors",),
+    ),
     "trace": Kind(trace, lambda folder: len(Trace.load(folder / "a.trace").events), ("a.trace",)),
 }
 SWEEP = Kind(save_part, read_part, ("sweep.key",))
@@ -356,6 +398,18 @@ def test_files_of_others_stay(tmp_path: Path, name: str, file: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(KINDS[name].files), "control"
 
 
+def test_models_are_not_written_over_others(tmp_path: Path) -> None:
+    """Weights of one model are never beside the config of another, whoever wrote it."""
+    zoo.save(a_model(1), WordTokenizer(["a"]), tmp_path)
+    before = hash_of(tmp_path)
+    with pytest.raises(BadRequest, match="holds a model of another config"):
+        zoo.save(Decoder(replace(SMALL, norm_eps=1e-3)), WordTokenizer(["a"]), tmp_path)
+    assert hash_of(tmp_path) == before
+    (tmp_path / "replaylens.json").unlink()
+    with pytest.raises(BadRequest, match=r"(model\.safetensors|tokenizer\.json) is a file that replaylens did not write"):
+        zoo.save(a_model(2), WordTokenizer(["a"]), tmp_path)
+
+
 def test_links_are_followed_as_before(tmp_path: Path) -> None:
     """A link to a page of ours is kept, and the page behind it is replaced; a link to another's file is refused."""
     (tmp_path / "deep").mkdir()
@@ -399,8 +453,10 @@ def is_found(kind: Kind, folder: Path, file: str, wanted: Any) -> bool:
     return bool(found != wanted)
 
 
-SEALED = [(name, file) for name, kind in KINDS.items() for file in kind.files if (name, file) != ("bundle", "meta.json")]
-"""the metadata of a bundle is in a form of others, who may edit it; it tells the hash of the numbers"""
+OPEN = ("bundle", "meta.json"), *(("model", file) for file in KINDS["model"].files), ("state", "training.safetensors")
+"""the metadata of a bundle is in a form of others, who may edit it; it tells the hash of the numbers. Weights tell theirs in
+every result"""
+SEALED = [(name, file) for name, kind in KINDS.items() for file in kind.files if (name, file) not in OPEN]
 
 
 @pytest.mark.parametrize(("name", "file"), SEALED)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -18,11 +18,11 @@ from reprlib import repr as shown
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as safetensors_of
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, EngineError, FetchFailed, UnsupportedModel
-from replaylens.engine.files import cache_folder
+from replaylens.engine.files import cache_folder, require_own, write_together
 from replaylens.engine.model.check import require_same
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
@@ -404,10 +404,36 @@ def is_live(source: Any) -> bool:
 
 
 def save(model: Decoder, folder: Path) -> None:
-    """Write config and weights as our own checkpoint; `load(folder)` restores identical bits."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(model.config.to_json() + "\n", encoding="utf-8")
-    save_file({name: x.contiguous() for name, x in model.state_dict().items()}, folder / WEIGHTS_FILE)
+    """Write config and weights as our own checkpoint; `load(folder)` restores identical bits. Raises as `write_model`."""
+    write_model(folder, files_of(model))
+
+
+def files_of(model: Decoder) -> dict[str, bytes]:
+    """The files of our own checkpoint, by name: the config first, and the weights last."""
+    weights = safetensors_of({name: x.contiguous() for name, x in model.state_dict().items()})
+    return {CONFIG_FILE: f"{model.config.to_json()}\n".encode(), WEIGHTS_FILE: weights}
+
+
+def write_model(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files of a model together, the last one last, over an older model of the same config only: so that wherever a
+    writer is stopped, no config is read with the weights of another. BadRequest, and nothing is written, if the folder has
+    files of these names and no such config.
+    """
+    config = folder / CONFIG_FILE
+    require_own(config, _is_config)
+    if config.exists() and config.read_bytes() != files[CONFIG_FILE]:
+        raise BadRequest(f"{str(folder)[:200]} holds a model of another config. Give another folder.")
+    for name in files:
+        require_own(folder / name, lambda content: config.exists())
+    write_together({folder / name: content for name, content in files.items()})
+
+
+def _is_config(content: bytes) -> bool:
+    """Whether a file is a config that we wrote."""
+    try:
+        return bool(ModelConfig.from_json(content.decode()))
+    except (BadConfig, UnicodeError):
+        return False
 
 
 def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu") -> Decoder:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as safetensors_of
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadConfig, BadWeights
@@ -201,10 +201,16 @@ def _alone(block: Block) -> Block:
 
 
 def save(model: ThinkingDecoder, folder: Path) -> None:
-    """Write backbone, T and C; `load(folder)` restores identical bits. The backbone is also a checkpoint of its own."""
-    loading.save(model.backbone, folder)
-    (folder / CONFIG_FILE).write_text(model.thinking.to_json() + "\n", encoding="utf-8")
-    save_file(_own(model), folder / WEIGHTS_FILE)
+    """Write backbone, T and C; `load(folder)` restores identical bits. The backbone is also a checkpoint of its own. Raises as
+    `loading.write_model`."""
+    loading.write_model(folder, files_of(model))
+
+
+def files_of(model: ThinkingDecoder) -> dict[str, bytes]:
+    """The files of the model by name, the weights of the backbone last."""
+    config, weights = loading.files_of(model.backbone).items()
+    own = {CONFIG_FILE: f"{model.thinking.to_json()}\n".encode(), WEIGHTS_FILE: safetensors_of(_own(model))}
+    return dict([config, *own.items(), weights])
 
 
 def _own(model: ThinkingDecoder) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
-from replaylens.engine.training.recipe import Part, Recipe, Tokenizer
+from replaylens.engine.training.recipe import Part, Recipe, Tokenizer, tokenizer_files
 from replaylens.engine.training.trainer import held_out_examples
 from replaylens.engine.zoo import CHECKPOINTS, TOKENIZER_FILE
 from replaylens.tasks.task import Example
@@ -100,9 +100,9 @@ def load(folder: Path) -> tuple[Decoder, WordTokenizer]:
 
 
 def save(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a model and its tokenizer for `load`."""
-    loading.save(model, folder)
-    tokenizer.save(folder / TOKENIZER_FILE)
+    """Write a model and its tokenizer for `load`. Raises as `loading.write_model`."""
+    config, weights = loading.files_of(model).items()
+    loading.write_model(folder, dict([config, *tokenizer_files(tokenizer).items(), weights]))
 
 
 def held_out(part: Part, length: int, number: int) -> list[Example]:

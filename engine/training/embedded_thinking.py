@@ -10,9 +10,9 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.thinking import model as thinking
 from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training.recipe import Part, Tokenizer, backbone_folder, load_tokenizer
+from replaylens.engine.training.recipe import Part, Tokenizer, backbone_folder, load_tokenizer, tokenizer_files
 from replaylens.engine.training.thinking import ThinkingRecipe
-from replaylens.engine.zoo import CHECKPOINTS, TOKENIZER_FILE
+from replaylens.engine.zoo import CHECKPOINTS
 from replaylens.tasks.tokenizer import WordTokenizer
 
 _COIN = ModelConfig(
@@ -96,6 +96,6 @@ def load(folder: Path) -> tuple[ThinkingDecoder, Tokenizer]:
 
 
 def save(model: ThinkingDecoder, tokenizer: Tokenizer, folder: Path) -> None:
-    """Write a model and its tokenizer for `load`."""
-    thinking.save(model, folder)
-    tokenizer.save(folder / TOKENIZER_FILE)
+    """Write a model and its tokenizer for `load`. Raises as `loading.write_model`."""
+    config, *others = thinking.files_of(model).items()
+    loading.write_model(folder, dict([config, *tokenizer_files(tokenizer).items(), *others]))

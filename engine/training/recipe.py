@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from replaylens import tasks
@@ -14,6 +15,7 @@ from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest
 from replaylens.engine.model import hub
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.text import load_text
+from replaylens.engine.zoo import TOKENIZER_FILE
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.reading import Offset
 from replaylens.tasks.task import Task
@@ -68,6 +70,15 @@ class Tokenizer(Protocol):
     def save(self, path: Path) -> None:
         """Write it to a model folder, as the file `path`; a Hugging Face tokenizer adds files next to it."""
         ...
+
+
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The files of a tokenizer in a model's folder, by name."""
+    if isinstance(tokenizer, WordTokenizer):
+        return {TOKENIZER_FILE: tokenizer.to_json().encode()}
+    with TemporaryDirectory() as folder:  # only what wrote it knows its files
+        tokenizer.save(Path(folder) / TOKENIZER_FILE)
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 class PretrainedTokenizer:

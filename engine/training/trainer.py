@@ -17,10 +17,11 @@ from typing import Generic, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as safetensors_of
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadRecipe
+from replaylens.engine.files import write_file
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps
 from replaylens.engine.terminal import defer_interrupt
@@ -266,19 +267,18 @@ def deterministic(device: str) -> Iterator[None]:
 
 
 def save_state(path: Path, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, done: int) -> None:
-    """Write weights, optimizer moments, recipe and step count to one safetensors file, replacing an older one.
-
-    The file is renamed when it is complete, so a crash leaves the older one.
-    """
+    """Write weights, optimizer moments, recipe and step count to one safetensors file, as a whole or not at all, over an
+    older run only: BadRequest otherwise."""
     tensors = {f"model.{name}": x.detach().contiguous() for name, x in model.named_parameters()}
     for name, parameter in model.named_parameters():
         tensors |= {f"adam.{name}.{key}": x for key, x in optimizer.state[parameter].items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    save_file(tensors, unfinished, metadata={STATE_KEY: json.dumps({"done": done, "recipe": recipe.to_json()})})
-    with open(unfinished, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    told = {STATE_KEY: json.dumps({"done": done, "recipe": recipe.to_json()})}
+    write_file(path, safetensors_of(tensors, told), _is_state)
+
+
+def _is_state(content: bytes) -> bool:
+    """Whether a file is a saved run: its header begins with what `save_state` tells."""
+    return content[8:].lstrip().startswith(f'{{"__metadata__":{{"{STATE_KEY}":'.encode())
 
 
 @torch.no_grad()

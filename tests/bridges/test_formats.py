@@ -1,6 +1,7 @@
 """lmprobe reads what we write and we read what it writes; ProbeBench bundles and Hugging Face datasets go there and back; a
 foreign, truncated or pickled file is refused by name, and nothing of it runs."""
 
+import errno
 import json
 import os
 import pickle
@@ -19,9 +20,10 @@ from safetensors.torch import load_file, save_file
 
 import replaylens as rl
 from replaylens.bridges.formats import INDEX, from_lmprobe, from_probebench, to_lmprobe, to_probebench
-from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.errors import BadDump, BadRequest, DumpWriteFailed
 from replaylens.probes import ProbeRows, fit_probe
 from replaylens.probes.errors import BadProbeFile
+from tests.test_files import watched
 
 MODEL = "replaylens/coin-plain"
 ABOUT = {
@@ -95,6 +97,28 @@ def test_the_dataset_comes_back(dump: rl.Dump, written: Path) -> None:
         to_lmprobe(dump, again, model=MODEL)
     with pytest.raises(BadRequest, match="no label"):
         to_lmprobe(dump, written.parent / "third", model=MODEL, label="tail")
+
+
+def test_a_dataset_appears_whole_or_not_at_all(dump: rl.Dump, written: Path, tmp_path: Path) -> None:
+    """The disk refuses each step in turn: nothing is left, neither under the folder's name nor beside it."""
+    with watched(lambda step: None) as disk:
+        to_lmprobe(dump, tmp_path / "whole", model=MODEL, label="face")
+    assert disk.done > 20, "the steps were not counted"
+    for bad in (0, 1, 2, disk.done // 2, disk.done - 3, disk.done - 2):
+
+        def refuse(step: int, bad: int = bad) -> None:
+            if step == bad:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with watched(refuse), pytest.raises(DumpWriteFailed, match=r"Cannot write .*Make room"):
+            to_lmprobe(dump, tmp_path / "part", model=MODEL, label="face")
+        assert [path.name for path in tmp_path.iterdir()] == ["whole"], bad
+    (tmp_path / "part").mkdir()
+    to_lmprobe(dump, tmp_path / "part", model=MODEL, label="face")
+    names = sorted(path.relative_to(written) for path in written.rglob("*") if path.is_file())
+    for folder in ("whole", "part"):
+        assert sorted(path.relative_to(tmp_path / folder) for path in (tmp_path / folder).rglob("*") if path.is_file()) == names
+        assert all((tmp_path / folder / name).read_bytes() == (written / name).read_bytes() for name in names)
 
 
 def test_lmprobe_reads_what_we_write(dump: rl.Dump, written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, load_file, save, save_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from replaylens import __version__
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
-from replaylens.engine.files import saves_of, write_pair
+from replaylens.engine.files import appearing_folder, saves_of, write_file, write_pair
 from replaylens.engine.request.values import as_int, as_list, as_path, short_repr, verb
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.probe import LinearProbe
@@ -77,12 +78,12 @@ def to_lmprobe(dump: Dump, folder: str | Path, *, model: str, label: str | None 
     paths = _paths(chosen, label)
     last = np.array([rows[-1] for _, rows, _ in paths])
     rest = np.concatenate([rows[:-1] for _, rows, _ in paths])
-    _write_index(folder, _lines(paths), _about(dump, model, sorted(layers), len(last), len(rest)))
-    for block, site in layers.items():
-        for number, rows in enumerate([last, rest] if len(rest) else [last]):
-            (folder / _shard(block, number)).parent.mkdir(parents=True, exist_ok=True)
-            values = chosen.take(rows, [site])[site]
-            save_file({_key(block): values.reshape(len(rows), -1).float().contiguous()}, folder / _shard(block, number))
+    with appearing_folder(folder) as new:
+        _write_index(new, _lines(paths), _about(dump, model, sorted(layers), len(last), len(rest)))
+        for block, site in layers.items():
+            for number, rows in enumerate([last, rest] if len(rest) else [last]):
+                values = chosen.take(rows, [site])[site].reshape(len(rows), -1).float().contiguous()
+                write_file(new / _shard(block, number), save({_key(block): values}))
     return folder
 
 
@@ -154,9 +155,9 @@ def _about(dump: Dump, model: str, layers: list[int], last: int, rest: int) -> d
 
 
 def _write_index(folder: Path, columns: Mapping[str, pa.Array], about: Mapping[str, Any]) -> None:
-    (folder / INDEX).parent.mkdir(parents=True, exist_ok=True)
     metadata = {f"{_PREFIX}{name}": json.dumps(value) for name, value in about.items()}
-    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), folder / INDEX)
+    pq.write_table(pa.table(columns).replace_schema_metadata(metadata), content := BytesIO())
+    write_file(folder / INDEX, content.getvalue())
 
 
 @verb

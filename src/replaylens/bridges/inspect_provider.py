@@ -22,6 +22,7 @@ from typing import Any
 from replaylens import __version__
 from replaylens.bridges.options import digest_of, edits_of, engine_of, probes_of, sampling_of, scores
 from replaylens.engine.errors import BadRequest, MissingPackage
+from replaylens.engine.files import write_file
 from replaylens.engine.records import SCHEME
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_bool, as_int
@@ -325,11 +326,10 @@ class ReplayAPI(ModelAPI):
         told = {"digest": digest, "rows": len(positions), "sites": {name: list(rows[name].shape) for name in sorted(rows)}}
         if self.folder is not None:
             import torch
-            from safetensors.torch import save_file
+            from safetensors.torch import save
 
-            self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{digest.removeprefix(SCHEME)}.safetensors"
             where = {"position": torch.tensor(positions), "token": torch.tensor(tokens)}
-            save_file({name: x.contiguous() for name, x in (rows | where).items()}, file)
+            write_file(file, save({name: x.contiguous() for name, x in (rows | where).items()}))
             told["file"] = str(file)
         return {"activations": told}

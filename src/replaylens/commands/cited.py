@@ -122,7 +122,7 @@ _FILES = {
 }
 """our files that are verified with their folder alone, by their names"""
 _ELSEWHERE = {
-    r"(config|replaylens|thinking|recipe)\.json|(model|thinking|training)\.safetensors|card\.md": (
+    r"(config|replaylens|thinking|tokenizer|recipe)\.json|(model|thinking|training)\.safetensors|card\.md": (
         "a file of a model's folder. Test it with replaylens doctor {folder}."
     ),
     r"meta\.json|train-00000-of-00001\.parquet|hidden_layer\d+_shard\d+\.safetensors": (
@@ -141,8 +141,9 @@ def require_whole(path: str) -> None:
         return
     if here.is_dir():
         if kind_of(path) == "dump" and not any((here / name).exists() for name in (MANIFEST, PLAN)):
-            what = f"is a model's folder. Test it with replaylens doctor {shlex.quote(path)}."
-            raise BadRequest(f"{path} {what if (here / 'config.json').exists() else f'holds nothing to verify. {_GIVE}'}")
+            if any((here / name).exists() for name in ("config.json", "replaylens.json")):
+                raise BadRequest(f"{path} is a model's folder. Test it with replaylens doctor {shlex.quote(path)}.")
+            raise BadRequest(f"{path} holds nothing to verify. {_GIVE}")
         return
     folder = shlex.quote(str(here.parent))
     for names, what in _FILES.items():

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from replaylens import tasks
 from replaylens.commands.reporting import reporting
 from replaylens.engine.errors import BadRequest, RunExists, no_such
-from replaylens.engine.model import loading
+from replaylens.engine.files import TEMPORARY, require_own, write_file
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE
 from replaylens.engine.proof.fingerprint import weights_hash
@@ -30,7 +30,6 @@ from replaylens.engine.training.recipe import Part, Recipe, backbone_folder, loa
 from replaylens.engine.training.recipe_file import SUFFIXES, read_recipe, recipe_text
 from replaylens.engine.training.score import score
 from replaylens.engine.training.thinking import METHODS, Method, Model, ThinkingRecipe
-from replaylens.engine.zoo import TOKENIZER_FILE
 from replaylens.tasks.errors import TooFewPrompts
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer
@@ -100,8 +99,7 @@ def scoring(lengths: Sequence[int], progress: bool) -> Iterable[int]:
 def save(model: Model, recipe: ThinkingRecipe, folder: Path) -> None:
     """Write a Thinking-States model, or a baseline, with its tokenizer."""
     if isinstance(model, Decoder):
-        loading.save(model, folder)
-        recipe.tokenizer().save(folder / TOKENIZER_FILE)
+        zoo.save(model, recipe.tokenizer(), folder)
     else:
         thinking_zoo.save(model, recipe.tokenizer(), folder)
 
@@ -250,8 +248,6 @@ def _recipe_accuracies(recipe: Recipe, model: Decoder, examples: int, progress: 
 # ---- train -----------------------------------------------------------------------------------------------------------
 
 STATE_FILE = "training.safetensors"
-STATE_PART = f"{STATE_FILE}.part"
-"""what a run leaves that is killed while it saves for the first time"""
 CARD_EXAMPLES = 500
 R = TypeVar("R", bound=Recipe)
 M = TypeVar("M", bound=nn.Module)
@@ -284,7 +280,7 @@ def _train_own(
     if isinstance(recipe, ThinkingRecipe):
         return _follow_thinking(path.stem, recipe, given, device, folder, quiet, own=True)
     model, made = _follow_plain(path.stem, recipe, given, device, folder, quiet)
-    (folder / RECIPE_FILE).write_text(recipe_text(recipe), encoding="utf-8")
+    write_file(folder / RECIPE_FILE, recipe_text(recipe), _is_recipe)
     _finish(folder, recipe_card(path.stem, recipe, model, made, CARD_EXAMPLES, progress=not quiet))
     return model
 
@@ -319,7 +315,7 @@ def _follow_thinking(name: str, recipe: ThinkingRecipe, given: str, device: str,
     model, spent = run(recipe, lambda show: train(after_step=show), state, f"{name} ({recipe.method})", quiet)
     save(model, recipe, folder)
     if own:
-        (folder / RECIPE_FILE).write_text(recipe_text(recipe), encoding="utf-8")
+        write_file(folder / RECIPE_FILE, recipe_text(recipe), _is_recipe)
     made = _made(recipe, given, device, spent)
     _finish(folder, thinking_card(name, recipe, model.to(device), made, CARD_EXAMPLES, progress=not quiet))
     return model
@@ -332,8 +328,24 @@ def _made(recipe: Recipe, given: str, device: str, spent: str) -> str:
 
 def _finish(folder: Path, text: str) -> None:
     """Write the card, then remove the state, so that --resume works until there is a card."""
-    (folder / CARD_FILE).write_text(text, encoding="utf-8")
-    (folder / STATE_FILE).unlink(missing_ok=True)
+    write_file(folder / CARD_FILE, text, _is_card)
+    for left in (folder / STATE_FILE, *_unfinished(folder)):
+        left.unlink(missing_ok=True)
+
+
+def _unfinished(folder: Path) -> set[Path]:
+    """What runs leave that are killed while they save."""
+    return {*folder.glob(f"{STATE_FILE}.*{TEMPORARY}"), *folder.glob(f"{STATE_FILE}.part")}
+
+
+def _is_recipe(content: bytes) -> bool:
+    """Whether a file begins as `recipe_text` does."""
+    return content.startswith(b'{\n "model": {\n')
+
+
+def _is_card(content: bytes) -> bool:
+    """Whether a file is the card of a model that was trained here."""
+    return content.startswith(b"# ") and b"\n| weights | `" in content
 
 
 def changed(recipe: R, steps: int | None, seed: int | None) -> R:
@@ -374,9 +386,11 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise RunExists(f"{folder} holds a trained model. Give another --out.")
     if resume and not there:
         raise BadRequest(f"{folder} holds no unfinished run. Leave out --resume.")
-    foreign = sorted(file.name for file in folder.iterdir() if file.name != STATE_PART) if folder.exists() and not there else ()
+    foreign = sorted({*folder.iterdir()} - _unfinished(folder)) if folder.exists() and not there else ()
     if foreign:
-        raise RunExists(f"{folder} is not empty: it holds {foreign[0][:100]!r}. Give a new or an empty folder as --out.")
+        raise RunExists(f"{folder} is not empty: it holds {foreign[0].name[:100]!r}. Give a new or an empty folder as --out.")
+    require_own(folder / RECIPE_FILE, _is_recipe)
+    require_own(folder / CARD_FILE, _is_card)
 
 
 def run(

@@ -382,6 +382,26 @@ def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) ->
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.usefixtures("small_command", "watched")
+def test_command_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of somebody else in the folder of an unfinished run is told before the next step; what a killed run left goes."""
+    asked = ["train", "coin-draft", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(zoo, "accuracy", lambda *_: (_ for _ in ()).throw(Interrupted()))
+        CliRunner().invoke(app, asked)
+    for name in ("card.md", "recipe.json"):
+        (tmp_path / name).write_text("# mine")
+        result = CliRunner().invoke(app, [*asked, "--resume"])
+        assert result.exit_code == 2 and "replaylens did not write" in _flat(result.stderr), result.output
+        assert (tmp_path / name).read_text() == "# mine"
+        (tmp_path / name).unlink()
+    for name in (f"{command.STATE_FILE}.7-0123abcd.tmp", f"{command.STATE_FILE}.part"):
+        (tmp_path / name).write_bytes(b"half")
+    assert CliRunner().invoke(app, [*asked, "--resume"]).exit_code == 0
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"card.md", "model.safetensors", "replaylens.json", "tokenizer.json"}
+
+
 def test_command_names_the_models(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", "coin-plane", "--out", str(tmp_path)])
     assert result.exit_code == 2
