@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 import replaylens as rl
 from benchmarks.harness import provenance
 from replaylens.engine.display import picture as _picture
-from replaylens.views.html import PAGES
+from replaylens.views.html import PAGES, tag
 from replaylens.views.sections import svg
 
 HERE = Path(__file__).parent
@@ -96,8 +96,10 @@ def execute(
 
 
 def save_figure(name: str, parts: dict[str, Any], out: Path = HERE) -> Path:
-    """Draw a study's recorded parts; the file follows the viewer's light or dark scheme."""
-    made = import_module(f"studies.{name}").draw(parts)
+    """Draw a study's recorded parts. The file follows the viewer's light or dark scheme, and says for readers who cannot see it
+    what is asked and what its panels show."""
+    study = import_module(f"studies.{name}")
+    made = study.draw(parts)
     for axis in made.axes:
         axis.title.set(color=_INK, fontsize=9)  # `set_title` takes matplotlib's own
     text = str(svg(made, letters="none")).replace("background:white", f"font-family:sans-serif;background:{_PAGE}")
@@ -107,7 +109,10 @@ def save_figure(name: str, parts: dict[str, Any], out: Path = HERE) -> Path:
         text = text.replace(colour, f"var(--{role})")
     light, dark = ("".join(f"--{role}:{PAGES[theme][role]};" for role in roles) for theme in ("light", "dark"))
     style = f"<style>svg{{{light}}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
-    text = text.replace(">", f">{style}", 1)
+    panels = [" ".join(filter(None, (axis.get_title(), axis.get_xlabel(), axis.get_ylabel()))) for axis in made.axes]
+    asked = " ".join((study.__doc__ or "").split("\n\n")[0].split())
+    said = tag("title", asked) + tag("desc", "; ".join(" ".join(panel.split()) for panel in panels if panel))
+    text = text.replace("<svg", '<svg role="img"', 1).replace(">", f">{said}{style}", 1)
     file = out / "figures" / f"{name}.svg"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + "\n")

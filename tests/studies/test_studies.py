@@ -65,9 +65,14 @@ def test_state_tracking_quick(out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_the_figure_follows_the_viewers_scheme(name: str) -> None:
+def test_the_figure_follows_the_viewers_scheme_and_says_what_it_shows(name: str, tmp_path: Path) -> None:
     text = (common.HERE / "figures" / f"{name}.svg").read_text()
     assert "prefers-color-scheme:dark" in text and "var(--text)" in text and "#000000" not in text
+    title, panels = re.search("<title>(.+)</title><desc>(.+)</desc><style>", text).groups()  # type: ignore[union-attr]
+    assert 'role="img"' in text and len(title) > 50 and len(panels) > 30
+    parts = json.loads((common.HERE / "results" / f"{name}.json").read_text())["parts"]
+    drawn = common.save_figure(name, parts, tmp_path).read_text()
+    assert (title, panels) == re.search("<title>(.+)</title><desc>(.+)</desc>", drawn).groups()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("file", RECORDS, ids=[file.stem for file in RECORDS])
