@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from replaylens.engine.errors import BadTexts
-from replaylens.engine.model.hub import HubOptions
-from replaylens.engine.opening import TIMEOUT, Guess, open_engine
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -22,6 +20,7 @@ from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.transformer_lens import TransformerLensVerbs
 
 if TYPE_CHECKING:
+    from replaylens.engine.opening import Guess
     from replaylens.engine.replay.run import Run
     from replaylens.engine.replay.texts import NamedLabels
     from replaylens.tasks.task import Example
@@ -53,7 +52,7 @@ class Engine(TransformerLensVerbs):
         device: str = "cpu",
         devices: Sequence[str] | None = None,
         ranks: int = 1,
-        rank_timeout: float = TIMEOUT,
+        rank_timeout: float = 60.0,
         dtype: str | torch.dtype | None = None,
         tokenizer: Any = None,
         adapter: str | Path | None = None,
@@ -91,6 +90,9 @@ class Engine(TransformerLensVerbs):
 
         The other parameters are those of `Core`.
         """
+        from replaylens.engine.model.hub import HubOptions
+        from replaylens.engine.opening import open_engine
+
         hub = HubOptions(revision, token, cache_dir, local_files_only)
         how = (device, devices, dtype, tokenizer, adapter, hub, draft_model, guess, check, ranks, rank_timeout, dict(options))
         engine: Engine = open_engine(cls, source, *how)

@@ -6,6 +6,7 @@ may leave out; they are found by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import PACKAGED, HubOptions, fetched_folder, is_hub_name
 from replaylens.engine.model.layers import freeze
-from replaylens.engine.model.text import Text, load_text
+from replaylens.engine.model.text import Text
 from replaylens.engine.records import DTYPES
 from replaylens.engine.request.values import as_bool, as_list, short_repr
 from replaylens.tasks.tokenizer import WordTokenizer
@@ -31,8 +32,6 @@ from replaylens.tasks.tokenizer import WordTokenizer
 KINDS = ("replaylens.engine.thinking.opening",)
 """files of other kinds of models: `opened_kind` of each returns how an engine of a source is made, or None"""
 RANKS = "replaylens.extras.ranks"
-TIMEOUT = 60.0
-"""seconds to wait for an answer of a rank"""
 Guess = Literal["sequential", "empty", "drafted"]
 GUESSES: tuple[Guess, ...] = ("sequential", "empty", "drafted")
 EngineOf = Callable[..., Any]
@@ -266,3 +265,40 @@ def _require_guess(guess: Any) -> None:
 def _require_no_adapter(adapter: str | Path | None, what: str) -> None:
     if adapter is not None:
         raise BadRequest(f"adapter= goes with the folder of a base model, not with {what}. Leave adapter out.")
+
+
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def load_text(folder: Path) -> Text:
+    """The tokenizer in a model folder or a .gguf file, if any."""
+    if folder.suffix == ".gguf" and folder.is_file():
+        from replaylens.engine.model.gguf import GgufFile
+
+        return Text(GgufFile(folder).tokenizer())
+    ours, theirs = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if theirs.exists():
+        from transformers import AutoTokenizer
+
+        return Text(AutoTokenizer.from_pretrained(folder, **_known_config(folder, theirs)))
+    if ours.exists():
+        return Text(WordTokenizer.load(ours))
+    return Text(None)
+
+
+def _known_config(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
+    """For a tokenizer whose class is named: `config`, with all that `AutoTokenizer` reads of it. Else it imports the config's
+    own class, and with it torch's compiler, which takes two seconds."""
+    from transformers import PreTrainedConfig
+
+    try:
+        model, tokenizer = (json.loads(file.read_text(encoding="utf-8")) for file in (folder / "config.json", tokenizer_file))
+        if not tokenizer["tokenizer_class"] or "auto_map" in tokenizer or "auto_map" in model:
+            return {}
+        config = PreTrainedConfig(name_or_path=str(folder))
+        for name in ("model_type", "model_name"):
+            if name in model:
+                setattr(config, name, model[name])
+    except (OSError, ValueError, KeyError, TypeError):  # reported by whoever needs them
+        return {}
+    return {"config": config}

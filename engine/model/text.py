@@ -1,8 +1,6 @@
 """`Text`: the engine's interface to a tokenizer."""
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, TypeGuard
 
@@ -10,7 +8,6 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, MissingPackage, NoChatTemplate, UnknownPromptWord
 from replaylens.tasks import errors as tasks
-from replaylens.tasks.tokenizer import WordTokenizer
 
 Chat = Sequence[Mapping[str, str]]
 """messages, each {"role": ..., "content": ...}"""
@@ -138,37 +135,3 @@ def _message(number: int, given: Any) -> dict[str, str]:
     if wrong := [key for key in _KEYS if not isinstance(given[key], str)]:
         raise BadRequest(f"The {wrong[0]} of message {number} of the chat is {shown(given[wrong[0]])}. Give a text.")
     return {key: given[key] for key in _KEYS}
-
-
-def load_text(folder: Path) -> Text:
-    """The tokenizer in a model folder or a .gguf file, if any."""
-    if folder.suffix == ".gguf" and folder.is_file():
-        from replaylens.engine.model.gguf import GgufFile
-
-        return Text(GgufFile(folder).tokenizer())
-    ours, theirs = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if theirs.exists():
-        from transformers import AutoTokenizer
-
-        return Text(AutoTokenizer.from_pretrained(folder, **_known_config(folder, theirs)))
-    if ours.exists():
-        return Text(WordTokenizer.load(ours))
-    return Text(None)
-
-
-def _known_config(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
-    """For a tokenizer whose class is named: `config`, with all that `AutoTokenizer` reads of it. Else it imports the config's
-    own class, and with it torch's compiler, which takes two seconds."""
-    from transformers import PreTrainedConfig
-
-    try:
-        model, tokenizer = (json.loads(file.read_text(encoding="utf-8")) for file in (folder / "config.json", tokenizer_file))
-        if not tokenizer["tokenizer_class"] or "auto_map" in tokenizer or "auto_map" in model:
-            return {}
-        config = PreTrainedConfig(name_or_path=str(folder))
-        for name in ("model_type", "model_name"):
-            if name in model:
-                setattr(config, name, model[name])
-    except (OSError, ValueError, KeyError, TypeError):  # reported by whoever needs them
-        return {}
-    return {"config": config}

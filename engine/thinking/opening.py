@@ -8,8 +8,8 @@ from replaylens.engine import zoo
 from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.hub import THINKING_FILES
-from replaylens.engine.model.text import Text, load_text
-from replaylens.engine.opening import Opened
+from replaylens.engine.model.text import Text
+from replaylens.engine.opening import Opened, load_text
 from replaylens.tasks.tokenizer import WordTokenizer
 
 

@@ -14,7 +14,7 @@ from replaylens import tasks
 from replaylens.engine.errors import BadConfig, BadRecipe, BadRequest
 from replaylens.engine.model import hub
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.model.text import load_text
+from replaylens.engine.opening import load_text
 from replaylens.engine.zoo import TOKENIZER_FILE
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.reading import Offset

@@ -32,7 +32,6 @@ from replaylens.engine.model.config import Activation, ModelConfig, handled, req
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Elsewhere, Experts, Linear, Packable
 from replaylens.engine.model.ops import RowOps
-from replaylens.engine.opening import TIMEOUT
 from replaylens.engine.proof.doctor import Finding, numbers, require
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.values import as_float, as_int, as_processes
@@ -44,6 +43,8 @@ from replaylens.extras.wire import START, Followers, Wire, identity, launched, o
 
 UNIT = 16
 """columns that stay together; a weight of fewer columns stays on rank 0"""
+TIMEOUT = 60.0
+"""seconds to wait for an answer"""
 OTHERS = "The source holds other weights than when it was loaded. Load a new engine."
 HANDLED = handled(
     ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "

@@ -24,7 +24,7 @@ from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save
-from replaylens.engine.model.text import load_text
+from replaylens.engine.opening import load_text
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.thinking.core import ThinkingEngine
 from tests.engine.passes.packed import logits, sequences
