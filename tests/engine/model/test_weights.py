@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from replaylens import Engine
 from replaylens.engine.errors import BadConfig, BadWeights, EngineError, UnsupportedModel
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save
 from replaylens.engine.opening import load_text
+from replaylens.engine.proof import fingerprint
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.thinking.core import ThinkingEngine
 from tests.engine.passes.packed import logits, sequences
@@ -284,7 +284,7 @@ def test_what_is_made_ahead_may_lie_in_two_places_in_turn() -> None:
             time.sleep(0.002)  # by now the next one has been made
             yield item[0]
 
-    assert list(read(loading._ahead(made()))) == list(range(50))
+    assert list(read(fingerprint._ahead(made()))) == list(range(50))
 
 
 def test_gguf_is_the_live_model(tmp_path: Path) -> None:
