@@ -41,6 +41,7 @@ REASONS = {
     ),
     "rl.probes.Split.check keys": "what is known already is not computed again",
     "$ demo --open": "opens a browser",
+    "rl.Conversation.generate final": "the row of a turn's last token is always computed",
     **dict.fromkeys(
         ("rl.Branch.resample wave", "rl.Branch.stream_rollouts wave", "rl.Engine.replay batch"),
         "how many together moves no bit",

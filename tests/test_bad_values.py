@@ -150,7 +150,7 @@ def test_what_an_annotation_takes() -> None:
         (int, (1, np.int64(2)), (True, 1.5, "1", None)),
         (float, (1, 1.5, np.float32(2)), ("1", None, [1.0])),
         (str | None, ("x", None), (b"x", 1)),
-        (list[int], ([1], (2,), np.arange(2), range(2)), ("x", {1: 2}, 5, ["x"])),
+        (list[int], ([1], (2,), np.arange(2), range(2)), ("x", {1: 2}, 5, ["x"], [1, "x"], ["x", 1])),
         (np.ndarray, (np.zeros(2), [1.0], [[1, 2]]), ("x", 5, ["x"], None)),
         (dict[str, int], ({"x": 1},), ([], "x")),
         (Callable[[int], int], (len, lambda x: x), (5, "x")),

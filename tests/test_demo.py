@@ -104,6 +104,7 @@ def test_probes_are_about_that_dump(shown: str, out: Path) -> None:
     for kind in ("sweep", "transfer"):
         report = Report.load(out / kind)
         assert report.kind == kind and report.source["digest"] == dump.digest
+    assert Report.load(out / "transfer").settings["estimator"] == "ridge"
     assert "untrained" in json.loads((out / "sweep" / "report.json").read_text())["rows"][0]
 
 

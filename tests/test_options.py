@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
 
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.resampling.rollouts import OutcomeCounts
@@ -1492,6 +1493,426 @@ effects(
     "rl.Answer.function",
     lambda **o: rl.Answer.function(len, **o),
     stop=(False, True, lambda a, b: (a.stop, b.stop) == (False, True)),
+)
+
+
+# ---- captures, lenses and hooks ---------------------------------------------------------------------------------------------
+
+
+@cache
+def translated() -> Any:
+    """A tuned lens that reads nothing of layer 1 but a bias towards one token."""
+    from replaylens.engine.lens.lens import TunedLens, unembed_hash
+
+    c = coin().config
+    weight, bias = torch.zeros(c.num_layers, c.d_model, c.d_model), torch.zeros(c.num_layers, c.d_model)
+    weight[1], bias[1] = -torch.eye(c.d_model), coin().model.embed[7].float()
+    return TunedLens(weight, bias, unembed_hash(coin().model))
+
+
+def given_late(**made: Callable[[], Any]) -> Callable[..., dict[str, Any]]:
+    """Options that are not made before they are needed: True stands for them, False for none."""
+    return lambda **o: {key: made[key]() if value is True and key in made else value for key, value in o.items() if value}
+
+
+late = given_late(lens=translated, probes=lambda: [two_labels()], dump=lambda: dump())
+
+
+def alike(z: torch.Tensor) -> bool:
+    """Whether layer 1 reads all rows in one way."""
+    return float((z[:, 1] - z[0, 1]).abs().max()) < 1e-6
+
+
+effects(
+    "rl.Engine.prompts",
+    lambda **o: coin().prompts([HEADS], sites="Z", **late(**o))[0].activations["Z.entropy"],
+    lens=(False, True, lambda a, b: alike(b) and not alike(a)),
+)
+effects(
+    "rl.Engine.prompts",
+    lambda **o: coin().prompts([HEADS], sites="S", **o)[0].generate(3, drafter="forced", drafts={15: [[7, 8]]}).rejected,
+    keep_rejected=(False, True, lambda a, b: (len(a), len(b)) == (0, 1)),
+)
+
+
+def captured(sites: str = "Z") -> Callable[..., Any]:
+    return lambda **o: coin().capture_spec(sites, **late(**o))
+
+
+effects(
+    "rl.Engine.capture_spec",
+    captured(),
+    full=(False, True, lambda a, b: (a.lens.full, b.lens.full) == (False, True)),
+    lens=(False, True, lambda a, b: (a.lens.tuned, b.lens.tuned) == (None, translated().digest)),
+    targets=([" heads"], [" tails", 5], lambda a, b: (len(a.lens.targets), b.lens.targets[1:]) == (1, (5,))),
+    top_k=(2, 3, lambda a, b: (a.lens.top_k, b.lens.top_k) == (2, 3)),
+)
+effects(
+    "rl.Engine.capture_spec",
+    captured("S"),
+    keep=("host", "device", lambda a, b: (a.keep, b.keep) == ("host", "device")),
+    positions=(
+        "all",
+        "response[:32]",
+        lambda a, b: (a.positions.part, a.positions.stop, b.positions.part, b.positions.stop) == ("all", None, "response", 32),
+    ),
+    rejected=(False, True, lambda a, b: (a.rejected, b.rejected) == (False, True)),
+)
+
+
+def hooks_around(fwd_hooks: Any) -> torch.Tensor:
+    engine = coin()
+    with engine.hooks(fwd_hooks=fwd_hooks):
+        return torch.as_tensor(engine.run_with_cache(HEADS, names_filter="blocks.2.hook_in")[1]["blocks.2.hook_in"])
+
+
+effects(
+    "rl.Engine.hooks",
+    hooks_around,
+    fwd_hooks=(
+        [("blocks.2.hook_in", lambda x, hook: x * 0)],
+        [("blocks.2.hook_in", lambda x, hook: x * 0 + 3)],
+        lambda a, b: not a.any() and bool((b == 3).all()),
+    ),
+)
+
+
+def drafted_at(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Rejected drafts of the lens, on a text whose layers disagree."""
+    return lambda **o: load(**o).prompt("A coin's state is").generate(12, drafter="lens", window=4).statistics.rejected
+
+
+as_the_model_itself: Values = 1, 4, lambda a, b: a > 0 == b
+"""the last layer drafts what the model says, so that nothing is rejected"""
+effects(
+    "rl.Engine",
+    drafted_at(lambda **o: rl.Engine(coin().model, coin().text.tokenizer, cache_tokens=2048, **o)),
+    lens_layer=as_the_model_itself,
+)
+effects("rl.Engine.load", drafted_at(coin), lens_layer=as_the_model_itself)
+
+
+# ---- estimators and rows ----------------------------------------------------------------------------------------------------
+
+
+def by_scikit_learn(a: Any, b: Any) -> bool:
+    """Both are scikit-learn's classifiers at the C that was chosen, on standardised columns."""
+    x, y = classes()
+    z = (x - x.mean(0)) / x.std(0)
+    logistic = LogisticRegression(C=a.C_, tol=1e-10, max_iter=5000).fit(z, y).coef_[0]
+    ridge = Ridge(alpha=1 / b.C_).fit(z, 2.0 * y - 1).coef_
+    angle = lambda u, v: float(u @ v / np.linalg.norm(u) / np.linalg.norm(v))  # noqa: E731
+    same = lambda fit, one: angle(np.ravel(fit.coef_) * x.std(0), one) > 1 - 1e-6  # noqa: E731
+    return same(a, logistic) and same(b, ridge) and not same(b, logistic)
+
+
+effects("rl.probes.ChosenProbe", lambda **o: p.ChosenProbe(**o).fit(*classes()), kind=("logistic", "ridge", by_scikit_learn))
+
+
+def first_erased(**given: Any) -> tuple[Any, Any]:
+    """The classifier, fitted alone, and what one step of erasure leaves of its direction."""
+    from sklearn.base import clone
+
+    x, y = classes()
+    x = x + 8 * y[:, None] * [1, 0.5, 0, 0, 0, 0, 0, 2]
+    alone = clone(given.get("estimator") or RidgeClassifier()).fit(x, y)
+    left = p.Inlp(iterations=1, **given).fit(x, y).transform(x)
+    direction = np.ravel(alone.coef_)
+    return direction, np.ptp(left @ direction) / np.ptp(x @ direction)
+
+
+def erases_its_own(a: Any, b: Any) -> bool:
+    return a[1] < 1e-6 and b[1] < 1e-6 and not np.allclose(a[0] / np.linalg.norm(a[0]), b[0] / np.linalg.norm(b[0]))
+
+
+effects(
+    "rl.probes.Inlp",
+    first_erased,
+    estimator=(RidgeClassifier(), LogisticRegression(C=0.01), erases_its_own),
+)
+
+
+def of_cache(**given: Any) -> Any:
+    cache = {"blocks.0.hook_resid_pre": numbers(61, 6, 3, 4)}
+    tokens = torch.arange(18).reshape(6, 3)
+    return p.ProbeRows.of_cache(cache, tokens, {"y": np.arange(6) % 2}, **given).frame["root"].nunique()
+
+
+effects("rl.probes.ProbeRows.of_cache", of_cache, groups=(np.arange(6) // 3, np.arange(6) // 2, lambda a, b: (a, b) == (2, 3)))
+effects(
+    "rl.probes.sweep",
+    lambda **o: swept(permutations=0, **o),
+    controls=(True, False, lambda a, b: bool(lines_of(a, "shuffled")) and not lines_of(b, "shuffled")),
+)
+
+
+def regressed(**given: Any) -> float:
+    """How well a number is predicted that is one direction of the rows, and noise."""
+    x = numbers(40, 120, 6).double().numpy()
+    size = x @ np.arange(6) + numbers(41, 120).double().numpy()
+    made = p.ProbeRows.of_arrays({("S", 1): x}, {"size": size}, groups=np.arange(120) // 3)
+    return float(
+        p.sweep(made, "size", estimators="ridge", permutations=0, folds=3, controls=False, **given).table["accuracy"][0]
+    )
+
+
+effects("rl.probes.sweep", regressed, precision=("double", "single", lambda a, b: 0 < abs(a - b) < 1e-5))
+
+
+def of_branches(**given: Any) -> int:
+    fixed: dict[str, Any] = dict(sites="S", layers=[3], positions="all", estimators="ridge", permutations=0, controls=False)
+    return max(lines_of(p.sweep(steps_dump(), "face", **fixed, **given), "rows"))
+
+
+def rejected_rows(a: int, b: int) -> bool:
+    """As many more as rejected drafts have a label."""
+    index = steps_dump().index
+    return b - a == int((index["face"].notna() & ~index["accepted"]).sum()) > 0
+
+
+effects("rl.probes.sweep", of_branches, branches=("accepted", "all", rejected_rows))
+
+
+# ---- pages ------------------------------------------------------------------------------------------------------------------
+
+
+def page(**given: Any) -> str:
+    return rl.report(
+        Path(mkdtemp()) / "page.html", **{"results": [rl.lens(coin(), HEADS, token=" tails")], **late(**given)}
+    ).read_text()
+
+
+effects(
+    "rl.report",
+    page,
+    title=("", "A title of its own", lambda a, b: "A title of its own" not in a and "A title of its own" in b),
+    probes=(False, True, lambda a, b: "topic" not in a and "topic" in b),
+    dump=(False, True, lambda a, b: 'class="rl-tree"' not in a and 'class="rl-tree"' in b),
+)
+
+
+def saved_twice(**given: Any) -> Any:
+    """The dump that the second call returns; None where it refuses the folder."""
+    from replaylens.engine.errors import DumpExists
+
+    run, folder = coin().replay(tasks.get("coin")(flips=(1, 2)).examples(1), sites="S"), Path(mkdtemp()) / "d"
+    made = run.save(folder)
+    try:
+        return made.digest == run.save(folder, **given).digest
+    except DumpExists:
+        return None
+
+
+effects("rl.Run.save", saved_twice, resume=(False, True, lambda a, b: (a, b) == (None, True)))
+
+
+def recurrent(**given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A state, and the captured rows of its site."""
+    from tests.engine.reference import decoder
+
+    branch = rl.Engine(decoder("mamba2"), cache_tokens=512).prompt(list(range(2, 12)), sites=["blocks.0.mixer.hook_state"])
+    return branch.state(0, **given), branch.activations["blocks.0.mixer.hook_state"]
+
+
+effects(
+    "rl.Branch.state",
+    recurrent,
+    position=(3, 7, lambda a, b: torch.equal(a[0], a[1][3]) and torch.equal(b[0], b[1][7]) and not torch.equal(a[0], b[0])),
+)
+effects("rl.probes.amnesic", erased, position=("query", "step", differ))
+effects("rl.probes.outcome_at_fork", question("outcome_at_fork", layers=[3], folds=3), position=("step", "step:1", differ))
+
+
+@cache
+def wrong_in_two_sites() -> Any:
+    hot = rl.Sampling(temperature=3.0)
+    return coin().replay(tasks.get("coin")(flips=(1, 4)).examples(40), sites="SC", sampling=hot, seed=2)
+
+
+effects(
+    "rl.probes.viable_branch",
+    lambda **o: p.viable_branch(wrong_in_two_sites(), layers=[3], folds=3, estimator="ridge", **o),
+    sites=("S", "C", differ),
+)
+
+# ---- what commands pass on -------------------------------------------------------------------------------------------------
+
+
+def status(*words: str) -> int:
+    from typer.testing import CliRunner
+
+    from replaylens.cli import app
+
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, list(words)).exit_code
+
+
+def flag_words(given: dict[str, Any]) -> list[str]:
+    """A bool is a flag without a value, or `--no-flag`."""
+    words = []
+    for flag, value in given.items():
+        words += [flag, str(value)] if not isinstance(value, bool) else [flag if value else f"--no-{flag[2:]}"]
+    return words
+
+
+def probed(**given: Any) -> Any:
+    fixed = {"--label": "face", "--estimators": "ridge", "--positions": "query", "--layers": "3", "--permutations": "0"}
+    out = mkdtemp() + "/report"
+    said("probe", str(sites_dump().url), *flag_words({**fixed, "--out": out, **given}), "--quiet")
+    return p.Report.load(out)
+
+
+flagged(
+    "probe",
+    probed,
+    sites=("S", "C", lambda a, b: ({*a.table["site"]}, {*b.table["site"]}) == ({"S"}, {"C"})),
+    folds=(3, 4, lambda a, b: a.table["p"][0] != b.table["p"][0] and a.table["rows"][0] == b.table["rows"][0]),
+    controls=(True, False, lambda a, b: bool(lines_of(a, "shuffled")) and not lines_of(b, "shuffled")),
+)
+
+
+@cache
+def damaged() -> str:
+    """A dump of which one bit was changed, which no index tells."""
+    from tests.engine.dump.damage import flip_bit
+
+    made = coin().replay(tasks.get("coin")(flips=(1, 4)).examples(30), sites="S").save(Path(mkdtemp()) / "damaged")
+    (shard,) = Path(made.url).rglob("*.safetensors")
+    flip_bit(shard, -3)
+    return str(made.url)
+
+
+def on_damage(*words: str) -> Callable[..., int]:
+    return lambda **o: status(words[0], damaged(), *words[1:], *flag_words(o))
+
+
+read_in_spite: Values = True, False, lambda a, b: a != 0 == b
+flagged(
+    "probe",
+    on_damage("probe", "--label", "face", "--estimators", "ridge", "--positions", "query", "--permutations", "0", "--quiet"),
+    check=read_in_spite,
+)
+STEER = ("--label", "face", "--layer", "3", "--n", "4", "--placebos", "1")
+flagged("steer", on_damage("steer", *STEER), check=read_in_spite)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+as_data: Values = False, True, lambda a, b: is_json(b) and not is_json(a)
+flagged("steer", lambda **o: with_flags("steer", str(sites_dump().url), *STEER)(**o), json=as_data)
+flagged("extend check", with_flags("extend", "check", "ridge", "--kind", "estimator"), json=as_data)
+
+
+def reported(**given: Any) -> str:
+    page = mkdtemp() + "/page.html"
+    with_flags("report", str(dump().url), "--out", page, "--verify", "0", "--quiet")(**given)
+    return Path(page).read_text()
+
+
+def trees_of(**given: Any) -> int:
+    from tests.views.test_report import blocks_of
+
+    return len(blocks_of(reported(**given)))
+
+
+flagged("report", trees_of, trees=(1, 3, lambda a, b: (a, b) == (1, 3)))
+flagged(
+    "verify",
+    lambda **o: status("verify", str(dump().url), "--quiet", *flag_words(o)),
+    model=("coin-plain", "coin-draft", lambda a, b: a == 0 != b),
+)
+flagged(
+    "verify",
+    lambda **o: status("verify", str(dump().url), "--sample", "1", "--quiet", *(f for f, on in o.items() if on)),
+    all=(False, True, lambda a, b: (a, b) == (0, 2)),
+)
+
+
+def is_written(*words: str) -> Callable[..., bool]:
+    """Whether the files are in the folder that was named."""
+
+    def call(**given: Any) -> bool:
+        folder = Path(mkdtemp()) / given["--out"]
+        said(*words, "--out", str(folder), "--quiet")
+        return folder.is_dir() and any(folder.iterdir())
+
+    return call
+
+
+both: Values = "one", "other", lambda a, b: a and b
+flagged("dump", is_written("dump", "--task", "coin", "--n", "1", "--sites", "S"), out=both)
+flagged("resample", is_written("resample", "--prompt", HEADS, "--n", "2", "--max-new", "1"), out=both)
+
+
+def passed_to(where: str, *words: str, exits: tuple[int, ...] = (0,)) -> Callable[..., Any]:
+    """What a command gives to the function that does its work, which does nothing here."""
+
+    def call(**given: Any) -> Any:
+        from unittest.mock import patch
+
+        with patch(where, return_value=[]) as work:
+            assert (
+                status(*words, *(part for f, v in given.items() for part in ([f] * bool(v) if v in (True, False) else [f, v])))
+                in exits
+            )
+        return [*work.call_args.args, *work.call_args.kwargs.values()]
+
+    return call
+
+
+flagged(
+    "tasks check",
+    passed_to("replaylens.tasks.check", "tasks", "check", "coin"),
+    n=("5", "7", lambda a, b: (a[1], b[1]) == (5, 7)),
+    knob=("flips=2,4", "flips=1,6", lambda a, b: (a[0].knobs.flips, b[0].knobs.flips) == ((2, 4), (1, 6))),
+)
+flagged(
+    "train",
+    passed_to("replaylens.commands.training.train", "train", "coin-thinking"),
+    out=("one", "other", lambda a, b: (a[1], b[1]) == (Path("one"), Path("other"))),
+    steps=("3", "4", lambda a, b: (a[2], b[2]) == (3, 4)),
+    longest=("5", "6", lambda a, b: (a[6].longest, b[6].longest) == (5, 6)),
+)
+flagged(
+    "fetch",
+    passed_to("replaylens.engine.model.hub.fetch", "fetch", "smollm2"),
+    accept_terms=(False, True, lambda a, b: (a[2], b[2]) == (False, True)),
+)
+
+
+def demonstrated(**given: Any) -> list[Any]:
+    """The number of stories that the demo replays, and the folder that it writes to; no further."""
+    from unittest.mock import patch
+
+    from replaylens.commands import demo
+    from replaylens.engine.errors import BadRequest
+
+    class Stories(list[int]):
+        accuracy = acceptance = 1.0
+
+        def save(self, folder: Path, **_: Any) -> None:
+            seen.append(folder)
+            raise BadRequest("That is enough.")
+
+    seen = list[Any]()
+    with (
+        patch.object(demo, "_accuracy", lambda *_: 1.0),
+        patch.object(demo, "_replay", lambda engine, n: seen.append(n) or Stories()),
+    ):
+        status("demo", *flag_words({"--out": mkdtemp(), **given}))
+    return seen
+
+
+flagged("demo", demonstrated, examples=(20, 30, lambda a, b: (a[0], b[0]) == (20, 30)))
+flagged(
+    "demo",
+    lambda **o: demonstrated(**{key: f"{mkdtemp()}/{value}" for key, value in o.items()})[1].parent.name,
+    out=("one", "other", lambda a, b: (a, b) == ("one", "other")),
 )
 
 

@@ -87,6 +87,11 @@ def test_limits_are_just_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         machine.require_room("ranks=13", processes=13)
     with pytest.raises(BadRequest, match=r"ranks=12 takes about 3\.2 GB of memory, and there are 3\.2 GB"):
         machine.require_room("ranks=12", processes=12, memory=1)
+    machine.require_room("ranks=1", processes=1, memory=12 * machine.PROCESS_BYTES)
+    for count, besides in ((2, 10), (12, 0)):  # every process takes its part; one alone is there already
+        machine.require_room("ranks", processes=count, memory=besides * machine.PROCESS_BYTES)
+        with pytest.raises(BadRequest, match="of memory"):
+            machine.require_room("ranks", processes=count, memory=besides * machine.PROCESS_BYTES + 1)
     with pytest.raises(BadRequest, match=rf"n=9 takes about 1\.0 kB, and {tmp_path} has room for 1\.0 kB"):
         machine.require_room("n=9", disk=1001, path=tmp_path)
     machine.require_room("workers=400", processes=400, on=100)

@@ -40,6 +40,8 @@ from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
 from replaylens.workbench.dla import DlaResult
+from replaylens.workbench.drawing import Grid
+from replaylens.workbench.drawing import figure as figure_of
 from tests.engine.features.tiny import write
 from tests.engine.reference import perturbed
 from tests.engine.replay.bridges import bridge
@@ -95,6 +97,18 @@ def test_the_embedding_does_not_set_the_colours_of_a_lens(served: Engine) -> Non
         assert same(drawn, values) and ends == pytest.approx((values[1:].min(), values[1:].max()))
     assert result.kl[0].max() > ends[1], "control: the embedding lies beyond them"
     assert panels(result.plot())[0].get_title() == "Logit lens: log-probability of ' tails'"
+
+
+@pytest.mark.parametrize(
+    ("first", "ends"), [((2.0, 3.0), "neither"), ((0.0, 3.0), "min"), ((2.0, 9.0), "max"), ((0.0, 9.0), "both")]
+)
+def test_a_colour_bar_points_beyond_its_ends(first: tuple[float, float], ends: str) -> None:
+    """Where the row that does not set them lies outside of them."""
+    drawn = figure_of(
+        [Grid("one", ["0", "1"], ["a", "b"], np.array([first, (1.0, 4.0)]), off_scale=1)], "value", "layer", "token"
+    )
+    bar: Any = drawn.axes[0].collections[0].colorbar
+    assert bar.extend == ends and drawn.axes[0].collections[0].get_clim() == (1.0, 4.0)
 
 
 # Patching

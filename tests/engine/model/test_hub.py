@@ -327,6 +327,14 @@ def online(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setattr(known, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
 
 
+def test_a_name_that_is_here_is_not_asked_for(server: type[_Hub], models: Path, cache: Path) -> None:
+    put(cache, "org/new", COMMIT, models / "gpt2", main=COMMIT)
+    Engine.load("org/new", local_files_only=True)
+    assert server.asked == []
+    Engine.load("org/new")
+    assert server.asked, "control: a branch may have moved"
+
+
 def test_a_name_is_downloaded_once(server: type[_Hub], models: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time, a commit is not asked for at all; offline, the branch is as it was."""
     (extra := models / "gpt2" / "pytorch_model.bin").write_bytes(b"a pickle")

@@ -117,6 +117,14 @@ def test_evidence_is_exact() -> None:
     assert evidence(8, 0) == Fraction(511, 9)
 
 
+def test_the_last_wave_at_a_position_ends_with_the_plan(engine: Engine) -> None:
+    """Seven in waves of three, where nothing settles: the first seven of the plan at each position, each once."""
+    chain = engine.prompt("A coin's state is heads.").force(" Alice flips.")
+    at = [chain.root_length, chain.length]
+    found = chain.resample(7, at=at, max_new=2, answer=Answer.regex("zebra"), settle=0.05, wave=3)
+    assert [(each.position, each.number) for each in found] == [(position, number) for position in at for number in range(7)]
+
+
 def test_texts_of_settled_rollouts_have_their_own_paths() -> None:
     """Positions may have drawn different numbers of rollouts."""
     engine = Engine.load("coin-plain")

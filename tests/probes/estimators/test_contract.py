@@ -112,6 +112,36 @@ def test_contrast_pairs_need_no_labels() -> None:
         CcsProbe().fit(pairs[:, :-1], truth)
 
 
+def test_contrast_pairs_keep_the_start_with_the_lowest_loss() -> None:
+    """The loss is that of the paper's formula, and of several starts the lowest."""
+    draw = np.random.default_rng(5)
+    pairs, truth = draw.normal(size=(40, 12)), draw.integers(2, size=40)
+    halves = pairs.reshape(40, 2, 6).swapaxes(0, 1)
+    halves = (halves - halves.mean(1, keepdims=True)) / halves.std(1, ddof=1, keepdims=True)
+
+    def loss(fitted: CcsProbe) -> float:
+        p = 1 / (1 + np.exp(-(halves @ fitted.weight_.numpy() + fitted.bias_.numpy())))
+        return float(((p[0] + p[1] - 1) ** 2 + p.min(0) ** 2).mean())
+
+    losses = []
+    for number in range(4):
+        with pytest.MonkeyPatch.context() as patch:  # this start alone
+            patch.setattr(CcsProbe, "_search", lambda self, x, _, n=number, search=CcsProbe._search: search(self, x, n))
+            losses.append(loss(CcsProbe(tries=1).fit(pairs, truth)))
+    best = CcsProbe(tries=4).fit(pairs, truth)
+    assert losses[0] > min(losses) + 1e-4, "control: the first start is not the best"
+    assert best.loss_ == pytest.approx(loss(best)) == pytest.approx(min(losses))
+
+
+def test_a_sparse_probe_takes_the_steps_that_it_needs() -> None:
+    """More than the hundred that scikit-learn takes by default."""
+    draw = np.random.default_rng(2)
+    x = draw.normal(size=(200, 6)) * 10.0 ** np.arange(6)
+    y = (x[:, 0] + 1e-3 * x[:, 3] + draw.normal(size=200) > 0).astype(int)
+    fitted = SparseProbe(k=6, C=1e3).fit(x, y)
+    assert 100 < fitted.n_iter_ < 1000
+
+
 def test_attention_finds_the_position() -> None:
     """One of four positions holds the label, and the attention goes there. Absent positions get none."""
     x = GENERATOR.normal(size=(400, 4, 5))
