@@ -46,6 +46,8 @@ class Reservations:
         self._aside: list[tuple[int, int]] = []
         """those of `_busy` that have a turn in this step"""
         self._clock = 0
+        self.given_up = 0
+        """positions whose KV branches gave up so far, because the cache was full"""
         self._missed: tuple[int, int] | None = None
         """in this step, a job of this number did not find so many pages"""
 
@@ -243,6 +245,7 @@ class Reservations:
         """How many of its last pages the lane gave up. Mutates: pages that more lanes have stay. Dropping them would free none,
         and later forks of the lane would compute them again."""
         kept, before = self.pool.tail(lane.table, most), len(lane.table.pages)
+        self.given_up += max(0, lane.computed - kept * self.pool.page_size)
         self.forget(lane, min(lane.computed, kept * self.pool.page_size))
         if (job := self.queue.get(lane.queued)) is not None:
             self.queue.preempted(job)

@@ -367,24 +367,27 @@ def cache_bytes(config: ModelConfig, num_tokens: int, page_size: int, dtype: tor
 
 MOST_TOKENS, USUAL_TOKENS = 1 << 20, 1 << 13
 """of a cache whose size is chosen: at most, and even if it then may take more than its part of the free memory"""
-_PART = {"cpu": 16, "cuda": 8}
+_PART, _NAMES = {"cpu": 16, "cuda": 8}, {16: "a sixteenth", 8: "an eighth"}
 """one part in so many of the free memory: several engines have room, and what they capture. On a CPU a cache takes memory only
 where something was written"""
 
 
-def chosen_tokens(needs: Callable[[int], int], page_size: int, places: Mapping[torch.device, float]) -> int:
-    """Positions for a cache on this machine now: a power of two. No bit depends on it.
+def chosen_tokens(needs: Callable[[int], int], page_size: int, places: Mapping[torch.device, float]) -> tuple[int, str]:
+    """Positions for a cache on this machine now, a power of two, and why so many. No bit depends on it.
 
     needs   positions -> bytes
     places  where it will be, and the part of the layers that is there
     """
-    room = min(_free(place) / (_PART[place.type] * part) for place, part in places.items() if part)
-    tokens = MOST_TOKENS
+    rooms = [(_free(place), _PART[place.type], part) for place, part in places.items() if part]
+    free, of, part = min(rooms, key=lambda each: each[0] / (each[1] * each[2]))
+    room, tokens = free / (of * part), MOST_TOKENS
     while tokens > USUAL_TOKENS and needs(tokens) > room:
         tokens //= 2
     while tokens > page_size and needs(tokens) > _held(places):
         tokens //= 2
-    return max(tokens, page_size)
+    tokens = max(tokens, page_size)
+    holds = "fewer" if needs(tokens) > room else "more" if needs(2 * tokens) <= room else "no more"
+    return tokens, f"{_NAMES[of]} of the {free / 2**30:.1f} GiB of free memory holds {holds}"
 
 
 def _free(place: torch.device) -> int:

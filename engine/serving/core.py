@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -135,6 +135,65 @@ SITES = "letters such as 'STCZ', a site name, or a list of these"
 """the accepted values of `sites`, for error messages"""
 
 
+class Sizes(NamedTuple):
+    """Of an engine's cache."""
+
+    tokens: int
+    """positions"""
+    state_tokens: int
+    """positions whose recurrent entries are kept"""
+    why: str
+    """why so many positions; empty: they were given"""
+
+    @classmethod
+    def of(
+        cls,
+        model: Decoder,
+        tokens: int | None = None,
+        page_size: int = _PAGE,
+        state_tokens: int | None = None,
+        max_rows: int = _CPU_ROWS,
+        draft_model: Decoder | None = None,
+    ) -> Sizes:
+        """The sizes that are given, or else those that this machine has room for now."""
+        config, stages = model.config, model.stages
+        least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
+        if state_tokens is not None and config.mixer is None:
+            raise BadRequest(f"This {config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out.")
+        if state_tokens is not None and stages:
+            raise BadRequest("Over several devices, a hybrid keeps the states of all positions. Leave state_tokens out.")
+        given = state_tokens if state_tokens is None else as_int("state_tokens", state_tokens, least)
+
+        def states(tokens: int) -> int:
+            return given or max(least, max_rows + min(tokens // 4, 2 * _OPEN * CHUNK))
+
+        def needs(tokens: int) -> int:
+            own = cache_bytes(config, tokens, page_size, model.dtype, None if stages else states(tokens))
+            small = draft_model and cache_bytes(draft_model.config, tokens, page_size, draft_model.dtype, None)
+            return own + (small or 0)
+
+        why = ""
+        if tokens is None:
+            places = {model.device: 1.0} if not stages else dict.fromkeys((stage.device for stage in stages), 0.0)
+            for stage in stages:
+                places[stage.device] += (stage.end - stage.first) / config.num_layers
+            tokens, why = chosen_tokens(needs, page_size, places)
+        tokens = as_int("cache_tokens", tokens, page_size)
+        devices = {stage.device for stage in stages} or {model.device}
+        require_memory(config, tokens, page_size, model.dtype, devices, None if stages else states(tokens))
+        return cls(tokens, states(tokens), why)
+
+    @classmethod
+    def usual(cls, model: Decoder) -> Sizes:
+        """Those of an engine that is made without options."""
+        return cls.of(model, None, usual_page(model), None, _CUDA_ROWS if model.device.type == "cuda" else _CPU_ROWS)
+
+
+def usual_page(model: Decoder) -> int:
+    """Positions of a page, by default."""
+    return _PAGE if model.config.mixer is None else CHUNK
+
+
 def _copied(recordings: Sequence[Recording]) -> list[Rows]:
     """Copies of their rows. Several threads: one fills fresh memory slowly."""
     with ThreadPoolExecutor(min(_COPYING, torch.get_num_threads())) as threads:
@@ -227,15 +286,15 @@ class Core(Generation, NotCopyable):
         self.model = as_instance("model", model, Decoder, "a Decoder; Engine.load takes other sources")
         self._require_device(model)
         self.config, on_cuda = model.config, model.device.type == "cuda"
-        usual = _PAGE if model.config.mixer is None else CHUNK
-        page_size = usual if page_size is None else as_int("page_size", page_size, 1)
+        page_size = usual_page(model) if page_size is None else as_int("page_size", page_size, 1)
         lone_rows = _CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
         max_rows = (_CUDA_ROWS if on_cuda else _CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
             self._require_device(as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources"))
-        self.cache_tokens, state_tokens = self._sizes(cache_tokens, page_size, state_tokens, max_rows, draft_model)
+        sizes = Sizes.of(model, cache_tokens, page_size, state_tokens, max_rows, draft_model)
+        self.cache_tokens, state_tokens, self._why_so_many = sizes
         lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
         self.certificate = certificates.certificate_for(model)
@@ -255,38 +314,6 @@ class Core(Generation, NotCopyable):
         trace = Trace(self.fingerprint) if record else None
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, trace)
 
-    def _sizes(
-        self, tokens: int | None, page_size: int, state_tokens: int | None, max_rows: int, draft_model: Decoder | None
-    ) -> tuple[int, int]:
-        """Positions of the cache, and those whose recurrent entries are kept, as they are given or else chosen."""
-        least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
-        if state_tokens is not None and self.config.mixer is None:
-            raise BadRequest(
-                f"This {self.config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out."
-            )
-        if state_tokens is not None and self.model.stages:
-            raise BadRequest("Over several devices, a hybrid keeps the states of all positions. Leave state_tokens out.")
-        given = state_tokens if state_tokens is None else as_int("state_tokens", state_tokens, least)
-
-        def states(tokens: int) -> int:
-            return given or max(least, max_rows + min(tokens // 4, 2 * _OPEN * CHUNK))
-
-        def needs(tokens: int) -> int:
-            own = cache_bytes(self.config, tokens, page_size, self.model.dtype, None if stages else states(tokens))
-            small = draft_model and cache_bytes(draft_model.config, tokens, page_size, draft_model.dtype, None)
-            return own + (small or 0)
-
-        stages = self.model.stages
-        if tokens is None:
-            places = {self.model.device: 1.0} if not stages else dict.fromkeys((stage.device for stage in stages), 0.0)
-            for stage in stages:
-                places[stage.device] += (stage.end - stage.first) / self.config.num_layers
-            tokens = chosen_tokens(needs, page_size, places)
-        tokens = as_int("cache_tokens", tokens, page_size)
-        devices = {stage.device for stage in stages} or {self.model.device}
-        require_memory(self.config, tokens, page_size, self.model.dtype, devices, None if stages else states(tokens))
-        return tokens, states(tokens)
-
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """What the bits of a result depend on, besides path and edits. Weights are hashed when it is first asked for, which
@@ -299,8 +326,15 @@ class Core(Generation, NotCopyable):
 
     def __repr__(self) -> str:
         c, pool = self.config, self.runner.pool
-        cache = f"{pool.num_pages - pool.num_free} of {pool.num_pages} KV pages in use"
+        cache = f"{pool.num_pages - pool.num_free} of {pool.num_pages} KV pages in use{self._cache_words()}"
         return f"{type(self).__name__}({c.num_layers} layers, d_model {c.d_model}, {self.model.device}, {cache})"
+
+    def _cache_words(self) -> str:
+        """Why the cache has its size, if that was chosen, and what branches gave up when it was full."""
+        lost = self.loop.admission.reservations.given_up
+        chosen = f"; cache_tokens={self.cache_tokens} was chosen: {self._why_so_many}" if self._why_so_many else ""
+        full = f"; full: branches gave up the KV of {lost} positions, to be computed again. A larger cache_tokens avoids it"
+        return chosen + full * bool(lost)
 
     @reading
     def _repr_html_(self) -> str:
@@ -314,7 +348,7 @@ class Core(Generation, NotCopyable):
             "device": f"{self.fingerprint.device}, {self.fingerprint.dtype}",
             "certified": "yes" if self.certificate.certified else "no",
             "fingerprint": code(self.fingerprint.digest),
-            "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each",
+            "KV pages": f"{used} of {pool.num_pages} in use, {pool.page_size} positions each{self._cache_words()}",
         }
         if (mixer := self.config.mixer) is not None:
             cache, layers = self.runner.cache, len(self.config.layers_with("mixer"))

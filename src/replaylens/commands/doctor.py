@@ -35,10 +35,11 @@ def doctor(
     """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
     from replaylens.engine.opening import RANKS, default_dtype
     from replaylens.engine.proof import certificates
+    from replaylens.engine.serving.core import Sizes
 
     with reporting():
         require_room(f"ranks={ranks}", processes=ranks)
-        certificate = certificates.examine(_load(model, device, dtype))
+        certificate = certificates.examine(loaded := _load(model, device, dtype))
         if ranks > 1:
             over = optional(RANKS, f"--ranks {ranks}")
             found = over.examine_ranks(over.Ranks(ranks, device, default_dtype(device, dtype)))
@@ -46,7 +47,8 @@ def doctor(
     if json:
         typer.echo(certificate.to_json())
     else:
-        _show(certificate, model)
+        cache = Sizes.usual(loaded)
+        _show(certificate, model, f"cache_tokens here by default: {cache.tokens:,}; {cache.why}")
     if not certificate.certified:
         raise typer.Exit(1)
 
@@ -57,7 +59,7 @@ def _load(name: str, device: str, dtype: str | None) -> Decoder:
     return load_model(name, default_dtype(device, dtype), check=False, device=device, with_text=False)[0]
 
 
-def _show(certificate: Certificate, model: str) -> None:
+def _show(certificate: Certificate, model: str, cache: str) -> None:
     console = Console()
     table = Table("op", "shape", "check", "bits", title=model)
     for finding in certificate.findings:
@@ -67,6 +69,7 @@ def _show(certificate: Certificate, model: str) -> None:
             bits = "equal" if finding.equal else "[red]DIFFER[/red]"
         table.add_row(finding.op, finding.shape, finding.check, bits)
     console.print(table)
+    console.print(cache, highlight=False)
     if certificate.failures:
         bad = certificate.failures[0]
         console.print(

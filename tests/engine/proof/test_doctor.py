@@ -257,6 +257,20 @@ def test_the_command_prints_every_comparison_and_the_verdict(folder: str) -> Non
     assert lines[-1].startswith("certified: ")
 
 
+def test_the_command_says_how_many_positions_a_cache_would_have(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as an engine has that is made now, and why."""
+    config = decoder(FAMILY).config
+    position = config.num_layers * 2 * config.num_kv_heads * config.d_head * 4
+    for tokens, holds in ((1 << 13, "fewer"), (1 << 15, "no more"), (1 << 20, "more")):
+        free = {"fewer": 0, "no more": 16 * position << 15, "more": 16 * position << 21}[holds]
+        monkeypatch.setattr("replaylens.engine.memory.cache.free_memory", lambda free=free: free)
+        said = f"a sixteenth of the {free / 2**30:.1f} GiB of free memory holds {holds}"
+        assert f"cache_tokens here by default: {tokens:,}; {said}" in invoke(folder).stdout.splitlines()
+        engine = Engine(decoder(FAMILY))
+        assert engine.cache_tokens == tokens and f"; cache_tokens={tokens} was chosen: {said})" in repr(engine)
+    assert "chosen" not in repr(Engine(decoder(FAMILY), cache_tokens=1 << 13))
+
+
 def test_the_command_examines_afresh(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached certificate does not influence what the doctor finds now."""
     certificates.certificate_for(decoder(FAMILY))

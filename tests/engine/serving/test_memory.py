@@ -546,6 +546,20 @@ def test_the_cache_is_sized_by_the_free_memory(monkeypatch: pytest.MonkeyPatch) 
     assert with_free(monkeypatch, 0).cache_tokens == 2048, "as much as there is at all"
 
 
+def test_an_engine_says_that_its_cache_was_too_small() -> None:
+    """How many positions branches gave up to others, once any did; not with room for all. The tokens are the same."""
+    found = {}
+    for tokens in (40, 400):
+        subject = Engine(small(), page_size=4, cache_tokens=tokens)
+        held = [subject.prompt([i, *range(16)]).generate(3) for i in range(4)]  # KV of 19 positions each: two fit at once
+        lost = sum(19 - min(19, 4 * len(branch.lane.table.pages)) for branch in held)
+        found[tokens] = [branch.generated for branch in held]
+        said = f"; full: branches gave up the KV of {lost} positions, to be computed again. A larger cache_tokens avoids it"
+        assert ("gave up" in repr(subject)) is (tokens == 40) is ("gave up" in subject._repr_html_())
+        assert tokens == 400 or said in repr(subject), repr(subject)
+    assert found[40] == found[400]
+
+
 def test_a_large_cache_takes_memory_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several engines may each be allowed more than the machine has: making one touches nothing."""
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")  # noqa: E731
