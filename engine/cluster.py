@@ -33,10 +33,10 @@ from replaylens.engine.records import Fingerprint, build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_int, as_processes, output_path, verb
-from replaylens.engine.resampling.drawing import plan_rollouts, waves_of
+from replaylens.engine.resampling.drawing import chain_of, plan_rollouts, waves_of
 from replaylens.engine.resampling.plan import Answer, ResamplePlan
 from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
-from replaylens.engine.serving.branch import Branch, ResampleKeywords
+from replaylens.engine.serving.branch import ResampleKeywords
 from replaylens.engine.terminal import hidden
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
@@ -450,12 +450,6 @@ class WaveWorker(Worker):
                 branch.force(rest)
             files.write(number, waves_of(self.engine, branch, files.plan).draw(files.indices(number)))
         return number
-
-
-def chain_of(engine: Engine, prompt: Prompt, chain: str | Sequence[int] = "") -> Branch:
-    """A branch with a prompt (text, token ids or a chat) and, after it, a chain to resample."""
-    branch = engine.prompt(prompt)
-    return branch.force(chain) if chain else branch
 
 
 @verb

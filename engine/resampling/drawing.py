@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum, prod
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -19,7 +19,7 @@ from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.model.text import Text
+from replaylens.engine.model.text import Prompt, Text
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.request.capture import CaptureSpec, Recording, picked
 from replaylens.engine.request.placed import PlacedEdit
@@ -44,6 +44,10 @@ from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
 from replaylens.engine.terminal import hidden, pause_collector
 from replaylens.kernels import cpu as portable
+
+if TYPE_CHECKING:
+    from replaylens.engine.serving.branch import Branch
+    from replaylens.engine.serving.core import Core
 
 # ---- waves -----------------------------------------------------------------------------------------------------------
 # `Waves`: rollouts of a plan, some at a time, as forks of one branch that are computed together.
@@ -517,3 +521,9 @@ def _row_size(engine: Resampler, plan: ResamplePlan, capture: CaptureSpec) -> in
     table, d_model = engine.sites.sites, engine.config.d_model
     shapes = [table[site].shape if site in table else (d_model,) for site in capture.needed() | set(capture.sites)]
     return sum(prod(size or longest for size in shape) for shape in shapes)
+
+
+def chain_of(engine: Core, prompt: Prompt, chain: str | Sequence[int] = "") -> Branch:
+    """A branch with a prompt (text, token ids or a chat) and, after it, a chain to resample."""
+    branch: Branch = engine.prompt(prompt)
+    return branch.force(chain) if chain else branch

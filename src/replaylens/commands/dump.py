@@ -15,6 +15,7 @@ import typer
 from replaylens import tasks
 from replaylens.commands.inspect import facts_of
 from replaylens.commands.options import (
+    CLUSTER,
     MODEL,
     BatchOption,
     DeviceOption,
@@ -42,7 +43,7 @@ from replaylens.commands.options import (
 from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
 from replaylens.engine.errors import BadRequest, BadRollouts, BadWeights
-from replaylens.engine.machine import in_bytes, require_room
+from replaylens.engine.machine import in_bytes, optional, require_room
 from replaylens.engine.records import DTYPES, SCHEME, Identifier
 
 if TYPE_CHECKING:
@@ -195,12 +196,11 @@ def _dump_on_cluster(
         raise BadRequest(f"--task {wanted.task} does not work with Ray: workers find tasks by name. Install its entry point.")
     if writers is not None:
         raise BadRequest("--writers does not work with Ray, whose workers write one shard each. Give more --workers.")
-    from replaylens.engine.cluster import dump_on_cluster
-
     where: dict[str, Any] = {"address": address, "workers": workers, "engine_options": wanted.loaded, "knobs": wanted.knobs}
-    return dump_on_cluster(
+    made: Dump | None = optional(CLUSTER, "--ray").dump_on_cluster(
         wanted.model, wanted.out, wanted.task or TASK, wanted.n or EXAMPLES, **where, **wanted.common, **options
     )
+    return made
 
 
 def _is_begun(out: str) -> bool:

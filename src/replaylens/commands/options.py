@@ -54,6 +54,8 @@ def complete_model(incomplete: str) -> list[str]:
 # ---- engines ---------------------------------------------------------------------------------------------------------
 # Options that choose an engine: model, device and drafter; and the engine that made a dump.
 
+CLUSTER = "replaylens.engine.cluster"
+"""what works on Ray"""
 MODEL = "coin-plain"
 MODEL_HELP = "An embedded model's name, smollm2, a model folder, or a name on the Hugging Face hub (org/name@revision)."
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, autocompletion=complete_model)]

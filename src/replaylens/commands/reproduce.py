@@ -11,6 +11,7 @@ import typer
 from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
+from replaylens.engine.machine import optional
 
 
 def reproduce(
@@ -19,19 +20,18 @@ def reproduce(
     as_json: JsonOption = False,
 ) -> None:
     """Compute one of twelve published figures on small weights: the claim, the call, the measured number, hit or miss."""
-    from replaylens.workbench.reproduce import FIGURES
-    from replaylens.workbench.reproduce import reproduce as made
-
+    with reporting():
+        figures = optional("replaylens.workbench.reproduce", "replaylens reproduce")
     if listed:
         with reporting():
             refuse_idle(["name", "as_json"], "with --list. Leave out --list")
-        for figure in FIGURES.values():
+        for figure in figures.FIGURES.values():
             typer.echo(f"{figure.name:<16} arXiv {figure.source}  {figure.claim}")
         return
     with reporting():
         if not name:
-            raise BadRequest(f"No figure given. Name one of {', '.join(FIGURES)}; --list says what they are.")
-        found = made(name)
+            raise BadRequest(f"No figure given. Name one of {', '.join(figures.FIGURES)}; --list says what they are.")
+        found = figures.reproduce(name)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:

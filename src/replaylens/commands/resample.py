@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from replaylens.commands.options import MODEL, DeviceOption, DtypeOption, ModelOption
+from replaylens.commands.options import CLUSTER, MODEL, DeviceOption, DtypeOption, ModelOption
 from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.machine import require_room
+from replaylens.engine.machine import optional, require_room
 from replaylens.engine.records import parse
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def resample(
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
 ) -> None:
     """Draw rollouts at positions of a chain and count their outcomes. Repeat the command to continue an unfinished folder."""
-    from replaylens.engine import cluster
     from replaylens.engine.dump.store import Store
     from replaylens.engine.engine import Engine
     from replaylens.engine.request.sampling import Sampling
     from replaylens.engine.request.values import output_path
+    from replaylens.engine.resampling.drawing import chain_of
     from replaylens.engine.resampling.rollouts import Rollouts
     from replaylens.engine.serving.branch import ResampleKeywords
 
@@ -91,6 +91,7 @@ def resample(
         chains = list(_chains(prompt, chat, chain, file))
         engine = None if ray or workers else Engine.load(model, **chosen)
         where: dict[str, Any] = {"address": ray or "local", "workers": workers, "engine_options": chosen}
+        cluster: Any = optional(CLUSTER, "--ray") if engine is None else None
         starts = engine is None and where["address"] == "local"  # one cluster for all chains
         every = list[Rollouts]()
         with cluster.connected("local") if starts else nullcontext():
@@ -101,7 +102,7 @@ def resample(
                         model, folder, asked, n, chain=given, progress=not quiet, **where, **options
                     )
                 else:
-                    with cluster.chain_of(engine, asked, given) as branch:
+                    with chain_of(engine, asked, given) as branch:
                         found = branch.resample(n, folder=folder, progress=not quiet, **options)
                 _tell(found, str(folder), as_json)
                 every.append(found)

@@ -892,7 +892,7 @@ def test_options_of_resample(calls: Calls, tmp_path: Path) -> None:
     seen: list[tuple[int, dict[str, Any]]] = []
     branch.resample = lambda n, **options: (seen.append((n, options)), drawn)[1]
     calls.replace("replaylens.engine.engine.Engine.load", "the engine")
-    calls.replace("replaylens.engine.cluster.chain_of", nullcontext(branch))
+    calls.replace("replaylens.engine.resampling.drawing.chain_of", nullcontext(branch))
     calls.replace("replaylens.commands.resample._write_dump", None)
     said = told(f"resample --out {tmp_path}/r --prompt 'A coin.' --quiet").splitlines()
     usual: dict[str, Any] = {
