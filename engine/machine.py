@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import BadRequest, EngineError
+from replaylens.engine.errors import BadRequest
 
 # ---- parts ------------------------------------------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def _groups() -> list[Path]:
 # What a call asks of this machine, compared with what there is before any work: processes, memory, room on the disk.
 
 PER_CORE, FEWEST = 4, 8
-"""processes on each core, more of which only wait for each other; and on any machine"""
+"""processes, or threads, on each core, more of which only wait for each other; and on any machine"""
 PROCESS_BYTES, EXAMPLE_BYTES = 1 << 28, 500
 """what a process with torch takes of memory, and an example at least"""
 
@@ -103,23 +103,25 @@ def require_room(
     what: str,
     *,
     processes: int = 0,
+    threads: int = 0,
     on: int | None = None,
     memory: int = 0,
     disk: int = 0,
     path: str | Path = ".",
-    error: type[EngineError] = BadRequest,
+    error: type[Exception] = BadRequest,
 ) -> None:
     """The error if this machine has no room for what an option asks; `what` names it, as in ranks=99. Starts nothing.
 
     on            the cores of the machines that run the processes; default: those that this process may use
     memory, disk  bytes at least; disk: in the file system of `path`
     """
-    if processes > 1:
+    if (asked := processes or threads) > 1:
         number = cores() if on is None else on
         most = max(FEWEST, PER_CORE * number)
-        if processes > most:
+        if asked > most:
+            kind = "processes" if processes else "threads"
             raise error(
-                f"{what} asks for {processes:,} processes, but there {_are(number, 'core')}, which take at most {most} (the "
+                f"{what} asks for {asked:,} {kind}, but there {_are(number, 'core')}, which take at most {most} (the "
                 f"larger of {FEWEST} and {PER_CORE} on each core). Give at most {most}."
             )
         memory += processes * PROCESS_BYTES if on is None else 0

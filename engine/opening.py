@@ -134,9 +134,11 @@ def default_dtype(device: str, dtype: str | torch.dtype | None = None) -> torch.
     given = ("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype
     name = str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
     if not isinstance(name, str) or name not in DTYPES:
-        raise BadRequest(f"Unknown dtype {short_repr(dtype)}. Use one of {', '.join(DTYPES)}.")
+        raise BadRequest(f"Unknown dtype={short_repr(dtype)}. Use one of {', '.join(DTYPES)}.")
     if device == "cpu" and name != "float32":
-        raise BadRequest(f"A CPU computes in float32 only, and dtype {name} was given. Use float32, or device='cuda'.")
+        raise BadRequest(
+            f"A CPU computes in float32 only, and dtype={name!r} was given. Use dtype='float32', or device='cuda'."
+        )
     found: torch.dtype = getattr(torch, name)
     return found
 

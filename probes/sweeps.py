@@ -254,7 +254,7 @@ _SEAL, _END = 2 + 64, b"PK\5\6"
 _ARRAYS = tuple(field.name for field in fields(HeldOutPredictions))
 _NULL = ("observed", "drawn", "constant")
 _DELETE = "Delete it, and run the sweep again: it computes this part anew."
-_ROOM = "Finished parts are kept. Make room, and run the same sweep again with the same resume folder (--resume)."
+_ROOM = "Finished parts are kept. Make room, and run the same sweep again with the same resume=FOLDER."
 
 
 class SweepCache:

@@ -14,7 +14,7 @@ class UnknownTask(TaskError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         super().__init__(
             f"{_unknown('task', name, known)} A task of your own is known once it is registered: import the module with its "
-            f"@tasks.register, install its entry point, or give --task file.py:Class (see docs/extending.md)."
+            f"@tasks.register, install its entry point, or give its code, task=file.py:Class (see docs/extending.md)."
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 
 from replaylens.tasks.errors import BadSplit, TooFewPrompts
-from replaylens.tasks.task import AnyTask, Example
+from replaylens.tasks.task import AnyTask, Example, require_room_for
 
 # ---- kept ------------------------------------------------------------------------------------------------------------
 # The examples of a task on one side of a split, as many as wanted; a task with no prompt there is an error, not a wait.
@@ -66,6 +66,7 @@ class Side:
 
     def examples(self) -> list[Example]:
         """The examples, in the order of their indices."""
+        require_room_for(self)
         return list(self)
 
 

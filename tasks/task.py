@@ -4,13 +4,13 @@ import hashlib
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from operator import index as as_index
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from replaylens.tasks.errors import BadIndex, BadKnob, UnknownKnob
+from replaylens.tasks.errors import BadIndex, BadKnob, TaskError, UnknownKnob
 from replaylens.tasks.reading import (
     NEXT_ACTION,
     SHUFFLED,
@@ -240,6 +240,17 @@ class Example:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def require_room_for(which: Sized) -> None:
+    """TaskError if this machine has no memory for so many examples. Makes none."""
+    from replaylens.engine.machine import EXAMPLE_BYTES, require_room
+
+    try:
+        count = len(which)
+    except OverflowError:  # of a range
+        count = sys.maxsize
+    require_room(f"examples={count}", memory=count * EXAMPLE_BYTES, error=TaskError)
+
+
 class Task(ABC, Generic[K]):
     """A family of texts with exact ground truth. `Task(**knobs)`; an unknown or impossible knob is an error.
 
@@ -318,9 +329,12 @@ class Task(ABC, Generic[K]):
         except TypeError:  # several, or nothing of the kind
             if not isinstance(which, Iterable):
                 raise BadIndex(which) from None
+            if isinstance(which, Sized):
+                require_room_for(which)
             return [self.example(index) for index in which]
         if not 0 <= count <= sys.maxsize:  # no list is longer
             raise BadIndex(which)
+        require_room_for(range(count))
         return [self.example(index) for index in range(count)]
 
     def read(self, text: str, index: int | None = None, known: Reading | None = None) -> Reading:

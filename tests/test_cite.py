@@ -24,7 +24,7 @@ from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.resampling.drawing import redrawn
 from replaylens.engine.resampling.plan import ResamplePlanRecord
-from replaylens.engine.resampling.rollouts import Rollouts
+from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.report import Report
 from replaylens.views.report import ReportPage
@@ -435,6 +435,16 @@ def test_rollouts_are_drawn_again(engine: Engine, folder: Path, tmp_path: Path) 
     for wrong in ("-3", "0.0", "nan", "inf"):
         code, out = called("verify", folder / "rollouts", f"--sample={wrong}")
         assert code == 2 and "Invalid --sample" in out, out
+
+
+def test_other_texts_of_rollouts_are_a_mismatch(folder: Path, tmp_path: Path) -> None:
+    """Whoever writes a folder seals it: texts that are not those of the plan's tokens are noticed all the same."""
+    found = Rollouts.load(folder / "rollouts")
+    for texts, code in (((*found.plan.texts[:-1], "other"), 1), (found.plan.texts, 0)):
+        forged = WaveFolder.create(tmp_path / str(code), replace(found.plan, texts=texts), len(found), found.made_by)
+        forged.write(0, found.rollouts)
+        done, out = called("verify", tmp_path / str(code))
+        assert done == code and ("the texts of the plan are not those of its tokens" in out) == bool(code), out
 
 
 def test_the_identifier_of_rollouts_covers_model_and_prompt(engine: Engine) -> None:

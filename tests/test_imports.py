@@ -60,6 +60,7 @@ FACES = (
 )
 """what people see, from the bottom up: a face may import the core, all satellites and the faces below"""
 DOORS = {
+    "tasks": {"engine/machine"},
     "boundary": {"engine/errors", "engine/model", "engine/request"},
     "engine/serving": {"engine/gradients", "engine/resampling", "views"},
     "engine/engine": {"engine/replay", "engine/resampling"},

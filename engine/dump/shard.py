@@ -321,7 +321,7 @@ class CheckedShards:
             raise DamagedShard(
                 f"{self.store.url}/{shard.name} was changed after it was written: its SHA-256 is {found[:16]}…, in the "
                 f"manifest it is {shard.sha256[:16]}…. Resume the dump to write it again, or copy it again from an intact "
-                "dump. To read it as it is, open the dump with check=False (--no-check)."
+                "dump. To read it as it is, open the dump with check=False."
             )
 
     def _stamp(self, number: int) -> str:

@@ -69,7 +69,7 @@ def check(name: str, *, kind: str | None = None, model: "str | Path | nn.Module 
     if len(kinds) != 1 or name not in found[kinds[0]]:
         given = " and ".join(kinds)
         raise BadRequest(
-            f"{name!r} is a {given}. Say which one with kind (--kind)."
+            f"{name!r} is a {given}. Say which one with kind=KIND."
             if len(kinds) > 1
             else f"No task, family, estimator, site or view is called {name!r}. Give file.py:NAME to run the code that adds it."
         )
@@ -242,7 +242,7 @@ def tiny(name: str) -> Any:
             for parameter in model.parameters():  # biases and norms too, or a forgotten one would not show
                 parameter += 0.1 * torch.randn(parameter.shape, dtype=torch.float32)
         return model
-    raise BadRequest(f"No tiny model of {name!r} can be made of sizes alone ({problem}). Give one with model= (--model).")
+    raise BadRequest(f"No tiny model of {name!r} can be made of sizes alone ({problem}). Give one with model=FOLDER.")
 
 
 def _config_class(name: str) -> Any:

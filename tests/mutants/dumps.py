@@ -126,6 +126,22 @@ DUMPS = (
         ("tests/test_files.py::test_files_of_others_stay",),
     ),
     Mutant(
+        "command-that-cannot-run",
+        "replaylens.engine.resampling.rollouts",
+        "        if self.read_by_function:\n",
+        "        if False:\n",
+        "no command is cited for rollouts whose answers a function read",
+        ("tests/test_cite.py::test_no_command_is_cited_that_cannot_run",),
+    ),
+    Mutant(
+        "texts-of-rollouts-unread",
+        "replaylens.commands.cited",
+        "    if found.plan.texts != unit_texts(",
+        "    if False and unit_texts(",
+        "what the verdict calls reproduced was compared",
+        ("tests/test_cite.py::test_other_texts_of_rollouts_are_a_mismatch",),
+    ),
+    Mutant(
         "edited-drafter-without-a-word",
         "replaylens.engine.dump.verify",
         "        if rejected and self.same_drafter:\n",

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from replaylens import tasks
 from replaylens.tasks.coin import ALL, Coin, Telling, p_even, tell
 from replaylens.tasks.counts import ITEMS, KINDS, LEAST, Counts
-from replaylens.tasks.errors import BadIndex, UnreadableText
+from replaylens.tasks.errors import BadIndex, TaskError, UnreadableText
 from replaylens.tasks.hops import RELATIONS, Hops
 from replaylens.tasks.reading import Event
 from replaylens.tasks.task import AnyTask, Draws, Example
@@ -183,6 +183,15 @@ def test_bad_index(index: object) -> None:
         tasks.get("coin")().example(index)
     with pytest.raises(BadIndex, match="an integer of at least 0"):
         tasks.get("coin")().read("A coin's state is heads.", index)
+
+
+def test_more_examples_than_there_is_memory_for_are_refused_first() -> None:
+    """A number, or any collection that knows its length: in one sentence, before the first is made."""
+    task = tasks.get("coin")()
+    for many in (10**12, range(10**12), range(10**30)):
+        with pytest.raises(TaskError, match=r"^examples=\d+ takes about .* of memory, and there are .*\. Give less\.$"):
+            task.examples(many)
+    assert [each.index for each in task.examples(range(10**12, 10**12 + 2))] == [10**12, 10**12 + 1], "control"
 
 
 def test_examples_can_be_sent_to_another_process(task: AnyTask) -> None:

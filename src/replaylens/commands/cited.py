@@ -285,7 +285,8 @@ def _computed_again(report: "Report", folders: Sequence[str]) -> tuple[bool, str
     trust = "taken on trust: every number, because no dump"
     digest = report.source.get("digest") or ""
     if (dump := _dump_with(digest, folders)) is None:
-        return True, f"{trust} with digest {digest[:16] or '?'} is in {', '.join(folders) or 'any folder that was named'}"
+        where = ", ".join(folders) or "any folder that was named"
+        return True, f"{trust} with digest {digest[:16] or '?'} is in {where}: name its folder with --in"
     try:
         made = again(report, dump)
     except (EngineError, TaskError) as error:

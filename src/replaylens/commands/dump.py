@@ -144,8 +144,8 @@ def dump(
         if keep is not None and not features:
             raise BadRequest(f"--keep {keep} says how many of --features to store, and none are given. Leave it out.")
         Store(out).require_writable()
-        for name, count in (("ranks", ranks), ("writers", writers or 1)):
-            require_room(f"{name}={count}", processes=count)
+        require_room(f"ranks={ranks}", processes=ranks)
+        require_room(f"writers={writers}", threads=writers or 1)
         if resume and not (_is_begun(out) or _was_killed_early(out)):
             raise BadRequest(f"--out {out} holds no dump to resume. Leave out --resume to start one, or correct the path.")
         _check_dtypes(device, dtype, stored_dtype)
@@ -159,6 +159,8 @@ def dump(
             dict(ranks=ranks) if ranks > 1 else {}
         )
         common = dict(batch=batch, resume=resume, progress=not quiet)
+        if task is None and texts is None:
+            typer.echo(f"no --task given: examples of {TASK}", err=as_json)
         wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), loaded, common)
         if ray is None and workers is None:
             made = _dump_here(wanted, {**options, "features": encoders(features), "keep": keep}, _part(shard), writers or 1)

@@ -232,7 +232,7 @@ def test_the_arithmetic_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadRequest, match="Use one of float32, bfloat16, float16"):
             Engine.load("coin-draft", dtype=given)  # type: ignore[arg-type]
     for other in ("bfloat16", torch.bfloat16):
-        with pytest.raises(BadRequest, match="A CPU computes in float32 only, and dtype bfloat16 was given"):
+        with pytest.raises(BadRequest, match="A CPU computes in float32 only, and dtype='bfloat16' was given"):
             Engine.load("coin-draft", dtype=other)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert default_dtype("cuda") is torch.bfloat16
@@ -367,6 +367,52 @@ def test_only_a_dump_is_resumed(dump_words: list[str], tmp_path: Path) -> None:
         code, _, err = run(*dump_words, "--out", folder, "--resume")
         assert code == 2 and err.startswith("BadRequest: ") and "holds no dump to resume. Leave out --resume" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_shards_without_a_plan_are_nobodys(
+    dump_words: list[str], engine: Engine, planned: Callable[..., DumpPlan], reference: Dump, tmp_path: Path
+) -> None:
+    """No file says what they are rows of: neither the command nor the call takes the folder, and nothing in it changes. The
+    call begins a dump in an empty folder, resumed or not."""
+    for file in Path(reference.url).iterdir():
+        if file.name not in ("plan.json", "manifest.json"):
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    code, _, err = run(*dump_words, "--out", tmp_path, "--resume")
+    assert code == 2 and err.startswith("BadRequest: ") and "holds no dump to resume. Leave out --resume" in err
+    for resume in (True, False):
+        with pytest.raises(BadDump, match=r"is not empty, and holds no dump but .*Choose a new or an empty folder"):
+            write_dump(engine, planned(), tmp_path, resume=resume)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    (tmp_path / "empty").mkdir()
+    made = write_dump(engine, planned(), tmp_path / "empty", resume=True)
+    assert made is not None and made.digest == reference.digest
+
+
+def test_a_dump_says_which_task_it_takes(tmp_path: Path) -> None:
+    """First of all, where none was given; what is printed as JSON stays JSON."""
+    words = ("dump", "--n", "1", "--sites", "S", "--quiet", "--out")
+    code, out, _ = run(*words, tmp_path / "a")
+    assert code == 0 and out.splitlines()[0] == "no --task given: examples of coin"
+    code, out, err = run(*words, tmp_path / "b", "--json")
+    assert code == 0 and json.loads(out)["rows"] and "no --task given" in err
+    code, out, err = run(*words, tmp_path / "c", "--task", "coin")
+    assert code == 0 and "no --task" not in out + err
+
+
+def test_messages_name_what_the_shell_has(tmp_path: Path) -> None:
+    words = ("dump", "--n", "1", "--sites", "S", "--quiet", "--out")
+    run(*words, tmp_path / "d")
+    for more, said in (
+        (("d",), "Resume it (--resume), or use another folder"),
+        (("e", "--writers", "9999"), "--writers 9999 asks for 9,999 threads"),
+        (("e", "--ranks", "9999"), "--ranks 9999 asks for 9,999 processes"),
+        (("e", "--dtype", "float8"), "Unknown --dtype 'float8'"),
+    ):
+        done = CliRunner().invoke(whole_app, [*words, str(tmp_path / more[0]), *more[1:]])
+        assert done.exit_code == 2 and said in done.stderr, done.stderr
+    done = CliRunner().invoke(whole_app, ["replay", "--n", "1", "--dtype", "bfloat16"])
+    assert done.exit_code == 2 and "--dtype 'bfloat16' was given. Use --dtype 'float32', or --device 'cuda'" in done.stderr
 
 
 @pytest.mark.parametrize("left", ["lock-0-of-1", "plan.json.77-0123abcd.tmp"])
