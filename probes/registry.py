@@ -246,6 +246,13 @@ class Estimator:
     inner: bool = False
     """whether it chooses its regularisation by inner folds, and so takes `groups` to keep together"""
 
+    def __post_init__(self) -> None:
+        if not callable(self.make):
+            raise ProbeError(
+                f"make of the estimator {self.name!r} is {short_repr(self.make)}, an estimator instead of what makes one. "
+                "Give its class, or a function without arguments."
+            )
+
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """What it predicts: class, number or both."""

@@ -409,6 +409,9 @@ def percent(value: float, low: float, high: float) -> str:
 
 _CONTROLS = {"majority": "0.5", "bag_of_tokens": "tab:brown", "untrained": "tab:red", "shuffled": "tab:pink"}
 
+_NAMED = {"shuffled": "labels exchanged"}
+"""controls in legends, where their column has another name: tasks have a label `shuffled`, a known zero"""
+
 _DOT: dict[str, Any] = {
     "marker": "o",
     "color": "white",
@@ -440,10 +443,15 @@ def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None
         axis.set(title=site, xlabel="layer", xticks=range(len(layers)), xticklabels=layers)
         axis.set(yticks=range(len(positions)), yticklabels=positions if axis is axes[0] else [])
     figure.colorbar(image, ax=list(axes), label=wrapped(part["metric"].iloc[0], figure.get_figheight() - 1))
-    figure.suptitle(wrapped(plain(f"{label} ({part['estimator'].iloc[0]})"), figure.get_figwidth(), 12))
+    figure.suptitle(wrapped(plain(_title(part, label)), figure.get_figwidth(), 12))
     dot = Line2D([], [], **_DOT, label="p ≤ 0.05 over the whole grid (p_family)")
     figure.legend(handles=[dot], loc="outside lower center", fontsize=7, facecolor="0.85")
     return figure
+
+
+def _title(part: pd.DataFrame, label: str) -> str:
+    zero = "known zero, " if "known_zero" in part and part["known_zero"].astype(bool).any() else ""
+    return f"{label} ({zero}{part['estimator'].iloc[0]})"
 
 
 def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
@@ -468,11 +476,18 @@ def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None 
         first = here[here["site"] == here["site"].iloc[0]]
         for name, colour in _CONTROLS.items():
             if name in first and first[name].notna().all():
-                axis.plot(first["layer"].fillna(0), first[name], "--", color=colour, linewidth=1, label=name.replace("_", " "))
+                axis.plot(
+                    first["layer"].fillna(0),
+                    first[name],
+                    "--",
+                    color=colour,
+                    linewidth=1,
+                    label=_NAMED.get(name, name).replace("_", " "),
+                )
         axis.set(title=position, xlabel="layer")
     axes[0].set_ylabel(part["metric"].iloc[0])
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
-    figure.suptitle(wrapped(plain(f"{label} ({part['estimator'].iloc[0]})"), figure.get_figwidth(), 12))
+    figure.suptitle(wrapped(plain(_title(part, label)), figure.get_figwidth(), 12))
     return figure
 
 

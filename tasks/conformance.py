@@ -18,14 +18,16 @@ Test = Callable[[AnyTask, Sequence[Example]], Iterator[str]]
 
 @dataclass(frozen=True)
 class BrokenPromise:
-    """One promise, and the first problem with it; empty if it is kept."""
+    """One promise, and the first problem with it; empty if it is kept, or was not tried."""
 
     promise: str
     problem: str
+    not_run: str = ""
+    """why it was not tried"""
 
     @property
     def kept(self) -> bool:
-        return not self.problem
+        return not self.problem and not self.not_run
 
 
 def check(task: AnyTask, n: int = 200) -> list[BrokenPromise]:

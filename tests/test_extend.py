@@ -1,5 +1,6 @@
 """`replaylens extend check`: what the package has keeps its promises, and a fault planted in a new part is found."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +34,11 @@ from tests.families import hugging_face
 
 
 def broken(name: str, **how: Any) -> dict[str, str]:
-    return {each.promise: each.problem for each in check(name, **how) if not each.kept}
+    return {each.promise: each.problem for each in check(name, **how) if each.problem}
+
+
+def not_run(name: str, **how: Any) -> dict[str, str]:
+    return {each.promise: each.not_run for each in check(name, **how) if each.not_run}
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES)])
@@ -223,6 +228,43 @@ def test_a_default_sweep_leaves_out_known_zeros_of_another_kind(registered: Call
         assert said in report.notes
 
 
+def test_what_makes_an_estimator_is_no_estimator(registered: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(ProbeError, match=r"make of the estimator 'mine' is NearestCentroid\(\), an estimator instead of"):
+        registered(NearestCentroid())
+    (tmp_path / "own.py").write_text(
+        "from sklearn.neighbors import NearestCentroid\n"
+        "from replaylens.probes.registry import ESTIMATORS, Estimator\n"
+        "ESTIMATORS['own'] = Estimator('own', 'nearest mean', NearestCentroid(), 'apart', linear=False)\n"
+    )
+    said = CliRunner().invoke(app, ["extend", "check", f"{tmp_path}/own.py:own"])
+    assert said.exit_code == 2 and "Give its class, or a function without arguments." in said.stderr, said.stderr
+    promise, one = "`make` gives a new estimator at each call", NearestCentroid()
+    assert "gives the same object twice" in broken(registered(lambda: one))[promise]
+    assert "cannot be fitted" in broken(registered(lambda: NearestCentroid))[promise]
+
+
+def test_promises_that_are_not_tried_say_why(registered: Callable[..., str]) -> None:
+    """What is not run is neither kept nor broken, and the command succeeds."""
+    assert not_run(registered(NearestCentroid)) == {
+        "scikit-learn's own checks pass": "NearestCentroid is a class of scikit-learn, which has tests of its own",
+        "its direction can be read": "it is registered as linear=False",
+        "the files of a checkout name it": "the estimator is not part of replaylens",
+    }
+    assert set(not_run("leace")) == {
+        "a sweep fits it, and it finds classes that are far apart",
+        "a sweep of a task runs, with its controls and known zeros",
+        "its direction can be read",
+    }
+    assert set(not_run("attn.hook_pattern")) == {
+        "it has the bits of its row alone",
+        "an edit there changes the logits",
+        "its gradient is a difference quotient in float64",
+    }
+    assert not_run("ln1.hook_scale")["an edit there changes the logits"].endswith("is read only")
+    said = CliRunner().invoke(app, ["extend", "check", "leace"])
+    assert said.exit_code == 0 and "not run: its direction can be read, because it is registered as linear=False" in said.output
+
+
 @pytest.mark.parametrize(
     ("fault", "promise"),
     [
@@ -315,12 +357,32 @@ def test_places_that_lack_a_name_are_named(monkeypatch: pytest.MonkeyPatch, tmp_
     assert broken("coin") == {"docs/tasks.md names it": "## coin is missing there."}
 
 
-def test_names_that_cannot_be_checked() -> None:
+def test_names_are_listed() -> None:
+    """Every name that the list gives is one that the check knows."""
+    said = json.loads(CliRunner().invoke(app, ["extend", "check", "--list", "--json"]).stdout)
+    assert said == {kind: list(each) for kind, each in extend.names().items()} and set(said) == set(extend.KINDS)
+    assert "hook_in" in said["site"] and "PatchResult" in said["view"] and set(FAMILIES) == set(said["family"])
+    plain = CliRunner().invoke(app, ["extend", "check", "--list"]).stdout.splitlines()
+    assert [line.split() for line in plain] == [[kind, *each] for kind, each in said.items()]
+
+
+def test_names_that_cannot_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REPLAYLENS_CACHE", str(tmp_path))
     for given, words in (
         (["nonsense"], "No task, family, estimator, site or view is called"),
         (["coin", "--kind", "verb"], "Unknown kind 'verb'"),
-        (["lda", "--model", "x"], "'lda' is a estimator"),
+        (["lda", "--model", "x"], "'lda' is an estimator"),
         (["no/such.py:x"], "Cannot import"),
+        (["own.py"], "own.py names a file and no part of it. Give own.py:NAME"),
+        (["hook_inn"], "(did you mean the site 'hook_in'?). `replaylens extend check --list` lists all"),
+        (["blocks.0.hook_in"], "did you mean the site 'hook_in'?"),
+        (["PatchResults"], "did you mean the view 'PatchResult'?"),
+        (["ridge", "--kind", "view"], "'ridge' is an estimator, not a view. Leave out --kind view"),
+        (["llama", "--model", "/nope"], "/nope is not the folder of a transformers model: it has no config.json"),
+        (["llama", "--model", "coin-plain"], "coin-plain is an embedded model, which transformers does not have"),
+        (["llama", "--model", "smollm2"], "smollm2 is not in the cache. Run `replaylens fetch smollm2`"),
+        (["llama", "--list"], "has no effect with --list"),
+        ([], "No part given. Name one; --list says which there are."),
     ):
         said = CliRunner().invoke(app, ["extend", "check", *given])
         assert said.exit_code == 2 and words in " ".join(said.stderr.split()), said.stderr

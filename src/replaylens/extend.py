@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,13 +26,15 @@ from torch import Tensor
 
 import replaylens as rl
 from replaylens import tasks
+from replaylens.engine import zoo
 from replaylens.engine.display import Citable
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, EngineError, NoGradient, no_such
+from replaylens.engine.errors import BadEdit, BadRequest, EngineError, NoGradient, nearest, no_such
 from replaylens.engine.model.check import as_defined, blocks_of
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.families import FAMILIES
+from replaylens.engine.model.hub import PACKAGED, fetched_folder
 from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.sites import GLOBAL_SITES, KEY_SITES, layer_sites
@@ -62,40 +64,74 @@ def check(name: str, *, kind: str | None = None, model: "str | Path | nn.Module 
     kind   one of `KINDS`, if several have the name
     model  of a family: a folder or transformers model to try it on. Default: a tiny random one, made of its config class
     """
-    name, found = _find(name)
     if kind is not None and kind not in KINDS:
         raise BadRequest(no_such("kind", kind, KINDS))
-    kinds = [kind] if kind is not None else [each for each, known in found.items() if name in known]
-    if len(kinds) != 1 or name not in found[kinds[0]]:
-        given = " and ".join(kinds)
-        raise BadRequest(
-            f"{name!r} is a {given}. Say which one with kind=KIND."
-            if len(kinds) > 1
-            else f"No task, family, estimator, site or view is called {name!r}. Give file.py:NAME to run the code that adds it."
-        )
-    if model is not None and kinds != ["family"]:
-        raise BadRequest(f"A model was given, but {name!r} is a {kinds[0]}. Leave it out.")
-    promises = KINDS[kinds[0]](name) if model is None else _family(name, model)
-    return [BrokenPromise(what, _first(problems)) for what, problems in (*promises, *_places(kinds[0], name))]
+    name, found = _find(name), names()
+    kinds = [each for each, known in found.items() if name in known]
+    if not kinds:
+        raise BadRequest(_unknown(name, found))
+    if kind is not None and kind not in kinds:
+        raise BadRequest(f"{name!r} is {_a(kinds)}, not {_a([kind])}. Leave out kind={kind}, or give the name of {_a([kind])}.")
+    if kind is None and len(kinds) > 1:
+        raise BadRequest(f"{name!r} is {_a(kinds)}. Say which one with kind=KIND.")
+    kind = kind or kinds[0]
+    if model is not None and kind != "family":
+        raise BadRequest(f"A model was given, but {name!r} is {_a([kind])}. Leave it out.")
+    promises = KINDS[kind](name) if model is None else _family(name, _given(model))
+    return [_tried(what, problems) for what, problems in (*promises, *_places(kind, name))]
 
 
-def _first(problems: Callable[[], Problems]) -> str:
-    try:
-        return next(problems(), "")
-    except Exception as error:  # the part's code is what is on trial
-        return f"{type(error).__name__}: {error}"
-
-
-def _find(name: str) -> tuple[str, dict[str, Iterable[str]]]:
-    """The name in its registry, and the names of all kinds. Runs the code of a file or module that is named before a colon."""
-    source, colon, attribute = name.rpartition(":")
-    if colon:
-        value = getattr(module_of(source), attribute, None)
-        if isinstance(value, type) and issubclass(value, tasks.Task):
-            attribute = load_task(name).name
-        name = attribute
+def names() -> dict[str, tuple[str, ...]]:
+    """What `check` takes: kind -> names."""
     known = {"task": tasks.names(), "family": FAMILIES, "estimator": ESTIMATORS, "site": (*LAYER_NAMES, *GLOBAL_SITES)}
-    return name, {**known, "view": views()}
+    return {kind: tuple(found) for kind, found in (known | {"view": sorted(views())}).items()}
+
+
+class _NotRun(Exception):
+    """A promise cannot be tried; the message says why."""
+
+
+def _not_run(why: str) -> Callable[[], Problems]:
+    """In the place of the problems of a promise that is not tried."""
+
+    def problems() -> Problems:
+        raise _NotRun(why)
+
+    return problems
+
+
+def _tried(promise: str, problems: Callable[[], Problems]) -> BrokenPromise:
+    try:
+        return BrokenPromise(promise, next(problems(), ""))
+    except _NotRun as why:
+        return BrokenPromise(promise, "", str(why))
+    except Exception as error:  # the part's code is what is on trial
+        return BrokenPromise(promise, f"{type(error).__name__}: {error}")
+
+
+def _find(name: str) -> str:
+    """The name in its registry. Runs the code of a file or module that is named before a colon."""
+    source, colon, attribute = name.rpartition(":")
+    if name.endswith(".py"):
+        raise BadRequest(f"{name} names a file and no part of it. Give {name}:NAME, with the name that its code registers.")
+    if not colon:
+        return name
+    value = getattr(module_of(source), attribute, None)
+    return load_task(name).name if isinstance(value, type) and issubclass(value, tasks.Task) else attribute
+
+
+def _unknown(name: str, found: dict[str, tuple[str, ...]]) -> str:
+    near = [(kind, each) for kind, known in found.items() if (each := nearest(within(name), known)) is not None]
+    meant = " or ".join(f"{kind} {each!r}" for kind, each in near)
+    hint = f" (did you mean the {meant}?)" if near else ""
+    return (
+        f"No task, family, estimator, site or view is called {name!r}{hint}. `replaylens extend check --list` lists all; give "
+        "file.py:NAME to run the code that adds one."
+    )
+
+
+def _a(kinds: Sequence[str]) -> str:
+    return " and ".join(f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}" for kind in kinds)
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -115,9 +151,10 @@ PLACES: dict[str, dict[str, str]] = {
 
 
 def _places(kind: str, name: str) -> list[Promise]:
-    """Of a part that belongs to the package, in a checkout: where it must be named. Of others, nothing."""
-    if not (ROOT / "tests").is_dir() or name not in _own(kind):
-        return []
+    """Of a part that belongs to the package, in a checkout: where it must be named."""
+    why = "" if (ROOT / "tests").is_dir() else "this is no checkout of replaylens"
+    if why := why or ("" if name in _own(kind) else f"the {kind} is not part of replaylens"):
+        return [("the files of a checkout name it", _not_run(why))]
     return [(f"{files} names it", partial(_said, files, said, name)) for files, said in PLACES[kind].items()]
 
 
@@ -206,14 +243,30 @@ UNUSED = {
 """fields that transformers mentions without computing with them: never used, given by other fields, or of pictures"""
 
 
-def _family(name: str, model: "str | Path | nn.Module | None" = None) -> list[Promise]:
+def _given(model: "str | Path | nn.Module") -> Any:
+    """The transformers model that a caller names, or gives. BadRequest if there is none, before anything is tried."""
+    from transformers import AutoModelForCausalLM
+
+    if not isinstance(model, str | Path):
+        return model
+    if model in (*zoo.PLAIN, *zoo.THINKING):
+        raise BadRequest(
+            f"{model} is an embedded model, which transformers does not have to compare with. Give the folder of a "
+            f"transformers model, or one of {', '.join(PACKAGED)}."
+        )
+    folder = fetched_folder(str(model)) if model in PACKAGED else Path(model)
+    if not (folder / "config.json").is_file():
+        raise BadRequest(f"{folder} is not the folder of a transformers model: it has no config.json. Give one that has.")
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise BadRequest(f"transformers cannot load {folder}: {str(error).splitlines()[0]} Give another folder.") from error
+
+
+def _family(name: str, model: "nn.Module | None" = None) -> list[Promise]:
     @cache
     def source() -> Any:
-        from transformers import AutoModelForCausalLM
-
-        if model is None:
-            return tiny(name)
-        return AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str | Path) else model
+        return tiny(name) if model is None else model
 
     return [
         ("a model loads and computes what transformers computes", lambda: _loads(source())),
@@ -297,6 +350,8 @@ def overlooked(family: str, models: Sequence[Any]) -> set[str]:
 
 def _bits(model: Any, only: str | None = None) -> Problems:
     """Sites whose rows differ between a prompt and its tokens one by one; of all sites, or of those with one name."""
+    if only is not None and only.endswith(KEY_SITES):
+        raise _NotRun("it has one number per key, so that a row alone has another shape")
     together, single = (Engine(model, page_size=size) for size in (16, 4))
     sites = [each for each in together.sites.in_order() if not each.endswith(KEY_SITES) and only in (None, within(each))]
     whole, row = together.prompt(TOKENS, sites=sites), single.prompt(TOKENS[:1], sites=sites)
@@ -328,12 +383,12 @@ def _metric(row: Tensor) -> Tensor:
 
 
 def _gradients(source: Any) -> Problems:
-    """Of the residual stream before every block, against autograd through transformers in float64. Refused by name is kept."""
+    """Of the residual stream before every block, against autograd through transformers in float64."""
     engine = Engine.load(source, check=False)
     try:
         ours = engine.prompt(TOKENS).gradients(_metric, "S")
-    except NoGradient:
-        return
+    except NoGradient as error:
+        raise _NotRun(f"they are refused: {error}") from None
     kept: list[Tensor] = []
 
     def keep(_: Any, given: tuple[Tensor, ...]) -> None:
@@ -366,21 +421,34 @@ PAIRS = ("ccs",)
 
 def _estimator(name: str) -> list[Promise]:
     spec = ESTIMATORS[name]
-    promises: list[Promise] = [("the same rows give the same bits, and stay as they are", lambda: _same_bits(spec))]
-    if name not in PAIRS and not type(spec.make()).__module__.startswith("sklearn."):  # its classes have its own tests
-        promises.append(("scikit-learn's own checks pass", lambda: _scikit_learn(spec)))
-    if spec.swept != "no":
-        promises.append(("a sweep fits it, and it finds classes that are far apart", lambda: _swept(name)))
-        promises.append(("a sweep of a task runs, with its controls and known zeros", lambda: _swept_task(spec)))
-    if spec.linear:
-        promises.append(("its direction can be read", lambda: _direction(spec)))
-    return promises
+    alone = _not_run("it is registered as swept='no', for calls from Python with rows of its own")
+    swept = [alone, alone] if spec.swept == "no" else [lambda: _swept(spec), lambda: _swept_task(spec)]
+    return [
+        ("`make` gives a new estimator at each call", lambda: _makes(spec)),
+        ("the same rows give the same bits, and stay as they are", lambda: _same_bits(spec)),
+        ("scikit-learn's own checks pass", lambda: _scikit_learn(spec)),
+        ("a sweep fits it, and it finds classes that are far apart", swept[0]),
+        ("a sweep of a task runs, with its controls and known zeros", swept[1]),
+        ("its direction can be read", lambda: _direction(spec)),
+    ]
+
+
+def _makes(spec: Estimator) -> Problems:
+    first, second = spec.make(), spec.make()
+    if isinstance(first, type) or not hasattr(first, "fit"):
+        yield f"It gives {first!r}, which cannot be fitted. Give a class, or a function that makes an estimator."
+    if first is second:
+        yield "It gives the same object twice, so that fits would share it. Make a new one at each call."
 
 
 def _scikit_learn(spec: Estimator) -> Problems:
     from sklearn.utils.estimator_checks import check_estimator
 
     made = spec.make()
+    if spec.name in PAIRS:
+        raise _NotRun("its rows are pairs, which these checks do not give")
+    if type(made).__module__.startswith("sklearn."):
+        raise _NotRun(f"{type(made).__name__} is a class of scikit-learn, which has tests of its own")
     allowed = {check for kind, checks in FAILED_ELSEWHERE.items() if isinstance(made, kind) for check in checks}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -414,15 +482,15 @@ def _same_bits(spec: Estimator) -> Problems:
         yield "Fitting changes its input."
 
 
-def _swept(name: str) -> Problems:
+def _swept(spec: Estimator) -> Problems:
     from replaylens.probes.rows import ProbeRows
     from replaylens.probes.sweeps import sweep
 
     for classes in (2, 3):
         X, y = _rows(classes)
-        label: Any = X[:, 0] - X[:, 1] if "class" not in ESTIMATORS[name].kinds else y
+        label: Any = X[:, 0] - X[:, 1] if "class" not in spec.kinds else y
         rows = ProbeRows.of_arrays(X, {"label": label}, groups=np.arange(len(X)) // 4)
-        line = sweep(rows, "label", positions="all", estimators=name, permutations=0).lines[0]
+        line = sweep(rows, "label", positions="all", estimators=spec.name, permutations=0).lines[0]
         if line["accuracy"] < 0.9:
             yield f"A sweep gives {line['metric']} {line['accuracy']:.2f} for {classes} classes that are five deviations apart."
 
@@ -440,6 +508,8 @@ def _swept_task(spec: Estimator) -> Problems:
 def _direction(spec: Estimator) -> Problems:
     from replaylens.probes.probe import coefficients
 
+    if not spec.linear:
+        raise _NotRun("it is registered as linear=False")
     X, y = _rows(2)
     weight, bias = coefficients(spec.make().fit(X, y))
     if np.mean((X @ weight[0] + bias[0] > 0) == (y == "b")) < 0.9:
@@ -483,6 +553,16 @@ def _last(engine: Engine, name: str) -> str:
     return [site for site in engine.sites.in_order() if within(site) == name][-1]
 
 
+def _editable(engine: Engine, name: str) -> str:
+    """The last site of this name, if a vector can be added there."""
+    site = _last(engine, name)
+    if site in engine.sites.read_only:
+        raise _NotRun(f"{site} is read only")
+    if site.endswith(KEY_SITES):
+        raise _NotRun(f"{site} is attention, which takes other edits, and which the reference only shows")
+    return site
+
+
 def _shaped(model: Any, name: str) -> Problems:
     engine = Engine(model)
     site = _last(engine, name)
@@ -496,17 +576,13 @@ def _shaped(model: Any, name: str) -> Problems:
 
 def _edited(model: Any, name: str) -> Problems:
     engine = Engine(model)
-    site = _last(engine, name)
-    if site in engine.sites.read_only or site.endswith(
-        KEY_SITES
-    ):  # attention takes other edits, and the reference shows it only
-        return
+    site = _editable(engine, name)
     shape = engine.sites.sites[site].shape
     value = torch.arange(math.prod(shape)).view(shape) % 7.0
     try:
         edited = engine.prompt(TOKENS, edits=[Edit(site, "add", value)])
-    except BadEdit:  # refused by name
-        return
+    except BadEdit as error:
+        raise _NotRun(f"it is refused: {error}") from None
     if torch.equal(edited.logits(), engine.prompt(TOKENS).logits()):
         yield f"Adding a vector at {site} changes nothing."
 
@@ -528,15 +604,11 @@ class _Nudge:
 @torch.no_grad()
 def _differentiated(model: Any, name: str) -> Problems:
     engine = Engine(model)
-    site = _last(engine, name)
-    if site in engine.sites.read_only or site.endswith(
-        KEY_SITES
-    ):  # attention takes other edits, and the reference shows it only
-        return
+    site = _editable(engine, name)
     try:
         gradient = engine.prompt(TOKENS).gradients(_metric, [site])[site].double()
-    except NoGradient:
-        return
+    except NoGradient as error:
+        raise _NotRun(f"it is refused: {error}") from None
     exact, step = deepcopy(model).double(), 1e-3  # smaller ones drown where an op rounds to float32
 
     def value(by: Tensor) -> float:

@@ -103,19 +103,25 @@ def check(
 
 
 def tell_promises(found: Sequence[BrokenPromise], as_json: bool) -> None:
-    """Print what is kept and what is broken; exits with 1 if one is broken."""
+    """Print what is kept, what is broken and what was not run; exits with 1 if one is broken."""
     if as_json:
-        typer.echo(
-            json.dumps([{"promise": each.promise, "kept": each.kept, "problem": each.problem} for each in found], indent=1)
-        )
+        facts = [
+            {"promise": each.promise, "kept": each.kept, "problem": each.problem}
+            | ({"not_run": each.not_run} if each.not_run else {})
+            for each in found
+        ]
+        typer.echo(json.dumps(facts, indent=1))
     else:
         console = Console(highlight=False)
         for each in found:
+            if each.not_run:
+                console.print(Text.assemble(("not run: ", "yellow"), f"{each.promise}, because {each.not_run}"), soft_wrap=True)
+                continue
             word = ("kept    ", "green") if each.kept else ("broken  ", "bold red")
             console.print(
                 Text.assemble(word, each.promise, f"\n        {each.problem}" if each.problem else ""), soft_wrap=True
             )
-    if not all(each.kept for each in found):
+    if any(each.problem for each in found):
         raise typer.Exit(1)
 
 
