@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from replaylens.commands.reporting import refuse_idle, reporting
+from replaylens.commands.reporting import Command, refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption, tell_promises
 from replaylens.engine.errors import BadRequest
 
@@ -17,7 +17,7 @@ def extend() -> None:
     """Parts of your own: tasks, model families, estimators, sites and views."""
 
 
-@app.command()
+@app.command(cls=Command)
 def check(
     name: Annotated[
         str, typer.Argument(help="A task, family, estimator, site or view; or file.py:NAME, which runs its code.")

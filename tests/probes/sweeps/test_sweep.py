@@ -176,6 +176,15 @@ def test_probes_of_a_command_replace_no_foreign_file(coin_dump: Dump, tmp_path: 
         assert kept in done.stderr and "Make room" in done.stderr
 
 
+def test_figures_tell_a_control_from_the_label_of_its_name(report: Report) -> None:
+    """The column `shuffled` is the control of a label; the label `shuffled` is a known zero with lines of its own."""
+    assert "known zero" in report.heatmap("shuffled").get_suptitle()
+    drawn = report.curves("face")
+    assert "known zero" not in drawn.get_suptitle()
+    said = {text.get_text() for text in drawn.legends[0].get_texts()}
+    assert "labels exchanged" in said and "shuffled" not in said
+
+
 FOREIGN: dict[str, Callable[[Path, Dump, Path], Any]] = {
     "a dump": lambda folder, dump, report: shutil.copytree(dump.url, folder),
     "a dump with a report": lambda folder, dump, report: (shutil.copytree(dump.url, folder), shutil.copy(report, folder)),
