@@ -1,10 +1,12 @@
 """Every shell line and Python block of README and docs runs as written, and every link has a target."""
 
 import doctest
+import importlib
 import importlib.util
 import inspect
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -25,6 +27,9 @@ from replaylens.commands import training
 from replaylens.engine.dump.reader import Dump
 from replaylens.engine.model import hub
 from replaylens.engine.model.families import FAMILIES
+from replaylens.engine.model.sites import GLOBAL_SITES, layer_sites
+from replaylens.extend import views
+from replaylens.probes import forks
 from replaylens.probes.registry import ESTIMATORS
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
@@ -453,3 +458,32 @@ def test_the_jobs_run_on_the_real_model() -> None:
             exec(compile(block.text, f"docs/quickstart.md, jobs:{block.line}", "exec"), names)
     outcomes = names["rollouts"].outcomes()
     assert outcomes.outcomes[outcomes.counts[0].argmax()] == "fruit" and len(names["ablated"].frame) == 270
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------------
+
+
+def listed() -> list[str]:
+    """The lines of the tables of sites: what the registry of sites says, each name once."""
+    found = [f"| `{name}` | {shape} | `{alias}` |" for name, (shape, alias) in GLOBAL_SITES.items() if alias]
+    found += [f"| `{name}` | {shape} | |" for name, (shape, alias) in GLOBAL_SITES.items() if not alias]
+    for name, (shape, alias) in ({**layer_sites(False, False), **layer_sites(True, True)}).items():
+        found.append(
+            f"| `{name}` | {shape} | {', '.join(f'`{each}`' for each in (alias or '').split())} |".replace("|  |", "| |")
+        )
+    return [line.replace("| one |", "| 1 |") for line in found]
+
+
+def test_every_site_and_view_has_its_name_on_a_page() -> None:
+    """Sites by the registry, those of a model with every kind of layer among them; results by their classes."""
+    page = TEXTS["docs/concepts.md"].partition("## Names of sites and results")[2]
+    rows = [line for line in page.splitlines() if line.startswith("| `") and "hook_" in line]
+    assert sorted(rows) == sorted(listed()), "\n".join(listed())
+    engine = rl.Engine.load("coin-plain")
+    named = {line.split("`")[1] for line in rows}
+    assert {re.sub(r"^blocks\.\d+\.", "", name) for name in engine.sites.in_order()} <= named and len(named) > 50
+    for module in pkgutil.iter_modules(forks.__path__):
+        importlib.import_module(f"{forks.__name__}.{module.name}")
+    said = set(re.findall(r"`(\w+)`", page.rpartition("|")[2]))
+    own = {name for name, view in views().items() if view.__module__.startswith("replaylens.")}
+    assert said == own, sorted(own)
