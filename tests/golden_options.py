@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from types import ModuleType, SimpleNamespace
@@ -141,18 +142,19 @@ def uneven(groups: int = 9) -> np.ndarray:
     return found[np.argsort(np.sin(np.arange(len(found)) * 1.7), kind="stable")]
 
 
-@group
-def _statistics_with_options() -> dict[str, Any]:
+TABLE = np.array([[9, 3, 0], [7, 5, 1], [2, 11, 0], [1, 4, 8]])
+
+
+@cache
+def outcome_counts() -> Any:
     from replaylens.engine.resampling.rollouts import OutcomeCounts
 
-    groups = uneven()
-    n, p = len(groups), rl.probes
-    x = numbers(33, n).double().numpy()
-    ties, three = np.round(x * 2), np.arange(n) * 5 % 3
-    good, few = np.sin(np.arange(n) * 2.1) > 0.1, np.arange(n) < 2
-    table = np.array([[9, 3, 0], [7, 5, 1], [2, 11, 0], [1, 4, 8]])
-    counts = OutcomeCounts([0, 4, 9, 11], ["a", "b", "no answer"], table, ["One.", " Two.", " Three.", " Four."])
-    drawn = p.RolloutTexts(
+    return OutcomeCounts([0, 4, 9, 11], ["a", "b", "no answer"], TABLE, ["One.", " Two.", " Three.", " Four."])
+
+
+@cache
+def rollout_texts() -> Any:
+    return rl.probes.RolloutTexts(
         positions=[3, 8, 12],
         texts=["One and two.", " Three.", " Four five."],
         outcomes=["a", "b", "c"],
@@ -160,6 +162,16 @@ def _statistics_with_options() -> dict[str, Any]:
         units=[(" Three.", " x"), (" Other.",), (), (" four five.",), (" Six.", " a"), (" Four five.",), (" y",), (" z",), ()],
         outcome=["a", "b", "a", "b", "b", "c", "a", "a", "c"],
     )
+
+
+@group
+def _statistics_with_options() -> dict[str, Any]:
+    groups = uneven()
+    n, p = len(groups), rl.probes
+    x = numbers(33, n).double().numpy()
+    ties, three = np.round(x * 2), np.arange(n) * 5 % 3
+    good, few = np.sin(np.arange(n) * 2.1) > 0.1, np.arange(n) < 2
+    counts, drawn = outcome_counts(), rollout_texts()
     forks = [
         p.TokenFork(7, [" a", " b"], np.array([0.5, 0.5]), np.array([[9, 1, 0], [1, 9, 0]])),
         p.TokenFork(3, [" c"], np.array([0.7]), np.array([[3, 3, 4]])),

@@ -25,16 +25,17 @@ class OutOfTime(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the main thread if the block takes longer."""
+def time_limit(seconds: float, processor: bool = False) -> Iterator[None]:
+    """Raise OutOfTime in the main thread if the block takes longer. processor: counts only while this process works"""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise OutOfTime(f"more than {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    clock, sent = (signal.ITIMER_VIRTUAL, signal.SIGVTALRM) if processor else (signal.ITIMER_REAL, signal.SIGALRM)
+    before = signal.signal(sent, end)
+    signal.setitimer(clock, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(clock, 0)
+        signal.signal(sent, before)

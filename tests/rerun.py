@@ -1,11 +1,10 @@
 """`Rerun`: a plugin of pytest that runs each test as it is, and again with each of several faults."""
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +13,9 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from tests.conftest import LONG
+from tests.interrupted import OutOfTime, time_limit
 
 ROOT = Path(__file__).parents[1]
-
-
-class TooLong(BaseException):
-    """A test that a fault keeps from ending."""
 
 
 class Rerun:
@@ -79,9 +75,9 @@ class Rerun:
     def _fails(self, item: Any) -> bool:
         beside: Any = SimpleNamespace(listchain=lambda: item.parent.listchain())  # what the file shares stays
         try:
-            with _ending(10 * self.limit):
+            with time_limit(10 * self.limit, processor=True):
                 reports: Any = runtestprotocol(item, log=False, nextitem=beside)
-        except TooLong:
+        except OutOfTime:  # a fault keeps it from ending
             return False
         return any(each.failed and (self.refusals_count or "DID NOT RAISE" not in each.said) for each in reports)
 
@@ -90,17 +86,3 @@ class Rerun:
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             pytest.main([*options, *(f"{ROOT}/{each}" for each in files)], plugins=[self])
         return self
-
-
-@contextmanager
-def _ending(seconds: float) -> Iterator[None]:
-    def end(*given: object) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)

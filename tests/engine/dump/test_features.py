@@ -182,6 +182,9 @@ def test_from_the_shell(sae: SparseFeatures, model_folder: Path, tmp_path: Path)
     refused = runner.invoke(app, command)
     assert refused.exit_code == 2 and "Pass them" in refused.output
     assert runner.invoke(app, [*command, "--features", "sae"]).exit_code == 2
+    page = ["report", str(out), "--model", str(model_folder), "--out", str(tmp_path / "page.html"), "--verify", "1", "--quiet"]
+    assert runner.invoke(app, [*page, *given]).exit_code == 0 and "verified" in (tmp_path / "page.html").read_text()
+    assert runner.invoke(app, page).exit_code == 2, "a page does not call verified what could not be computed again"
 
 
 def test_a_feature_number_out_of_range(dump: Dump, tmp_path: Path) -> None:
