@@ -23,7 +23,7 @@ from replaylens.engine.proof.trace import Trace
 from replaylens.engine.resampling.plan import NO_ANSWER, OTHER
 from replaylens.engine.serving.branch import Branch
 from replaylens.probes import report
-from replaylens.views import draw
+from replaylens.views import boards
 from replaylens.views.data import Check, Fill, Frame, Phase, Slot
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style
 from replaylens.views.pictures import Timeline, timeline
@@ -596,7 +596,7 @@ def test_an_arrow_leads_from_each_draft_to_the_verifiers_token() -> None:
     drafts = tuple(Slot(f" d{i}", TokenState.DRAFT, i, drafted=True) for i in (1, 2))
     said = [Slot(f" v{i}", TokenState.ACCEPTED if i < 3 else TokenState.PENDING, i) for i in (1, 2, 3)]
     checks = tuple(map(Check, (*drafts, None), said))
-    drawn = ElementTree.fromstring(draw.document([Frame(Phase.VERIFY, "", Fill(4), drafts, checks)], 8))
+    drawn = ElementTree.fromstring(boards.document([Frame(Phase.VERIFY, "", Fill(4), drafts, checks)], 8))
     arrows = [e.get("d", "") for e in drawn.iter() if e.get("class") == "line arrow" and "L" in e.get("d", "")]
     texts = {e.text: (float(e.get("x", "")), float(e.get("y", ""))) for e in drawn.iter() if e.tag.endswith("text")}
     assert len(arrows) == 2
@@ -616,38 +616,38 @@ def test_marks_and_brackets_of_a_verification(drafted: int, kept: int) -> None:
     checks = tuple(map(Check, (*chain, None), said))
     slots = (Slot(" t", TokenState.ACCEPTED, 0), *chain)
     frame = Frame(Phase.VERIFY, "", Fill(4, 0, drafted, pending=1), slots, checks)
-    drawn = list(ElementTree.fromstring(draw.document([frame], 30)).iter())
+    drawn = list(ElementTree.fromstring(boards.document([frame], 30)).iter())
     words = [(e.text or "", float(e.get("x", "")), float(e.get("y", ""))) for e in drawn if e.tag.endswith("text")]
-    row = {text: round((y - 15) / draw.STEP, 3) for text, _, y in words if text in {slot.text for slot in (*said, *slots)}}
+    row = {text: round((y - 15) / boards.STEP, 3) for text, _, y in words if text in {slot.text for slot in (*said, *slots)}}
     first = row[" t"] + 1
     assert [row[f" d{i}"] for i in range(1, drafted + 1)] == [row[f" v{i}"] for i in range(1, drafted + 1)]
-    marks = [(text, x, round((y - 16) / draw.STEP, 3)) for text, x, y in words if text in "✓✗"]
+    marks = [(text, x, round((y - 16) / boards.STEP, 3)) for text, x, y in words if text in "✓✗"]
     assert [text for text, _, _ in marks] == ["✓"] * (kept + 1) + ["✗"] * (drafted - kept)
     assert [at for _, _, at in marks] == [first + i for i in range(drafted + 1)]
-    named = {text: x + draw.SMALL * len(text) for text, x, _ in words if re.fullmatch(r"T\d+( [=≠] T\d+′)?", text)}
+    named = {text: x + boards.SMALL * len(text) for text, x, _ in words if re.fullmatch(r"T\d+( [=≠] T\d+′)?", text)}
     assert all(x - 4 > max(named.values()) for _, x, _ in marks), "right of what they are about, and of its name"
     compared = [f"T{i} = T{i}′" for i in range(1, kept + 1)] + [f"T{kept + 1} ≠ T{kept + 1}′"] * (kept < drafted)
     assert sorted(name for name in named if "′" in name) == sorted(compared)
     ends = [re.findall(r"[\d.]+", e.get("d", "")) for e in drawn if "h4V" in e.get("d", "")]
-    rows = [tuple(round((float(y) - over) / draw.STEP, 3) for y, over in ((a, 0), (b, draw.BOX))) for _, a, _, b, _ in ends]
+    rows = [tuple(round((float(y) - over) / boards.STEP, 3) for y, over in ((a, 0), (b, boards.BOX))) for _, a, _, b, _ in ends]
     whole = [(first, first + kept), (first + kept + 1, first + drafted)]
     assert rows == whole[: 1 + (kept < drafted)]
     assert [text for text, _, _ in words if text in ("accepted", "rejected")] == ["accepted", "rejected"][: len(rows)]
     crosses = [float((e.get("d") or "")[1:].split("l")[0].split()[1]) for e in drawn if e.get("class") == "cross"]
     struck = sorted([*range(kept, drafted), *range(kept + 1, drafted + 1)])  # drafts from the mismatch on, what follows them
-    assert sorted(round(y / draw.STEP - first, 3) for y in crosses) == struck
+    assert sorted(round(y / boards.STEP - first, 3) for y in crosses) == struck
     width = float(next(e.get("width", "") for e in drawn))
-    assert max(x + draw.SMALL * len(text) for text, x, _ in words if text in ("accepted", "rejected", "tokens")) <= width
+    assert max(x + boards.SMALL * len(text) for text, x, _ in words if text in ("accepted", "rejected", "tokens")) <= width
 
 
 def test_what_neighbours_decode_is_checkered_until_the_round_ends() -> None:
     """Grey prompts, then checkered tokens beside the drafts, then plain ones."""
     looks = {}
     for phase in (Phase.PREFILL, Phase.DECODE, Phase.VERIFY, Phase.ROLLBACK):
-        drawn = list(ElementTree.fromstring(draw.document([Frame(phase, "", Fill(4), others=2)], 8)).iter())
+        drawn = list(ElementTree.fromstring(boards.document([Frame(phase, "", Fill(4), others=2)], 8)).iter())
         bars = [float(e.get("width", "")) for e in drawn if e.get("class") == "other"]
         looks[phase] = set(bars), *(sum(e.get("class") == kind for e in drawn) for kind in ("pending", "check beside"))
-    plain, whole = {float(draw.PROMPT_BAR)}, {float(draw.BAR)}
+    plain, whole = {float(boards.PROMPT_BAR)}, {float(boards.BAR)}
     assert list(looks.values()) == [(plain, 0, 0), (whole, 2, 2), (whole, 2, 2), (whole, 0, 0)]
 
 
@@ -674,7 +674,7 @@ def test_a_board_has_the_words_of_the_protocol() -> None:
     assert "the final accepted token (T2, whose KV is pending)" in caption and "final accepted" in " ".join(texts)
     verify = [e for e in drawn if e.get("transform")][2]
     crossed = sum(e.get("class") == "cross" for e in verify.iter())
-    kinds = [e.get("class") for e in verify.iter() if e.get("height") == str(draw.BOX) and "edge" in e.get("class", "")]
+    kinds = [e.get("class") for e in verify.iter() if e.get("height") == str(boards.BOX) and "edge" in e.get("class", "")]
     assert crossed == 4 and kinds == [f"{kind} edge" for kind in (
         "prompt", "accepted", "draft", "draft", "draft", "accepted", "pending", "rejected", "rejected"
     )]  # fmt: skip
@@ -692,7 +692,7 @@ def test_time_runs_from_left_to_right() -> None:
         headings = [e.text for panel in panels for e in panel.iter() if e.get("font-size") == "17"]
         places = [tuple(map(float, re.findall(r"[\d.]+", panel.get("transform", "")))) for panel in panels]
         assert headings[:4] == ["Prefill", "Decode", "Verify", "Rollback"] and len({y for _, y in places[:4]}) == 1
-        assert sorted(places, key=lambda place: place[::-1]) == places and float(drawn.get("width", "")) <= draw.WIDTH <= 830
+        assert sorted(places, key=lambda place: place[::-1]) == places and float(drawn.get("width", "")) <= boards.WIDTH <= 830
     shuffled = told.board([told.frames[i] for i in (3, 0, 2, 1)])
     assert shuffled == told.board(told.frames[:4])
 
@@ -722,7 +722,7 @@ def test_readers_who_cannot_see_a_board_are_told_of_it() -> None:
     assert lines[2].count("(rejected)") == 2 and "restored until the final accepted token (T2" in lines[3]
     pages = re.findall(r'<svg role="img" aria-label="([^"]*)"', told._repr_html_())
     assert len(pages) == len(told.frames) and [html.unescape(said) for said in pages[:4]] == lines
-    assert 'aria-label="3 of 8 pages in use"' in draw.cylinder(Fill(3), 8)
+    assert 'aria-label="3 of 8 pages in use"' in boards.cylinder(Fill(3), 8)
 
 
 def test_nothing_leaves_the_edges_of_a_board() -> None:
@@ -733,7 +733,7 @@ def test_nothing_leaves_the_edges_of_a_board() -> None:
         Frame(Phase.DECODE, "", Fill(4), chain),
         Frame(Phase.VERIFY, "", Fill(4), chain, checks, (chain, chain), others=3),
     ]
-    drawn = ElementTree.fromstring(draw.document(frames, 8))
+    drawn = ElementTree.fromstring(boards.document(frames, 8))
     for panel in (e for e in drawn if e.get("transform")):
         left, top = map(float, re.findall(r"[\d.]+", panel.get("transform", "")))
         boxes = [[float(e.get(name, "")) for name in ("x", "y", "width", "height")] for e in panel.iter() if e.get("rx") == "3"]
@@ -761,14 +761,14 @@ def test_the_free_token_is_checkered() -> None:
     verify = next(frame for frame in frames_with(t[1:4]) if frame.phase is Phase.VERIFY)
     last = verify.checks[-1]
     assert (last.mark, last.draft) == ("✓ free", None) and last.verifier is not None and last.verifier.kind == "pending"
-    assert 'class="check"' in draw.document([verify], 12)
+    assert 'class="check"' in boards.document([verify], 12)
 
 
 @pytest.mark.parametrize("text", [".", ":", "-", " ,"])
 def test_a_crossed_out_token_can_be_read(text: str) -> None:
     """The cross comes from the corners and leaves the middle free: a line through it would make ÷ of a colon."""
     slot = Slot(text, TokenState.REJECTED, 0, drafted=True)
-    drawn = ElementTree.fromstring(draw.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2))
+    drawn = ElementTree.fromstring(boards.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2))
     (cross,) = [e for e in drawn.iter() if e.get("class") == "cross"]
     (box,) = [e for e in drawn.iter() if e.get("class") == "rejected edge"]
     x, y, wide, high = (float(box.get(name, 0)) for name in ("x", "y", "width", "height"))
@@ -776,19 +776,19 @@ def test_a_crossed_out_token_can_be_read(text: str) -> None:
     starts = {tuple(map(float, start.split())) for start, _ in strokes}
     assert starts == {(round(a, 1), b) for a in (x, x + wide) for b in (y, y + high)}, "the four corners"
     assert all(abs(float(along.split()[0])) <= 0.4 * wide for _, along in strokes), "the middle is free"
-    assert all(abs(float(part.split("l")[1].split()[0])) <= draw.CORNER for part in (cross.get("d") or "").split("M")[1:])
-    assert "line-through" not in draw.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2)
+    assert all(abs(float(part.split("l")[1].split()[0])) <= boards.CORNER for part in (cross.get("d") or "").split("M")[1:])
+    assert "line-through" not in boards.document([Frame(Phase.DECODE, "", Fill(1), (slot,))], 2)
 
 
 @pytest.mark.parametrize("state", list(TokenState))
 def test_only_rejected_tokens_are_crossed_out(state: TokenState) -> None:
-    drawn = draw.document([Frame(Phase.DECODE, "", Fill(1), (Slot(" a", state, 0),))], 2)
+    drawn = boards.document([Frame(Phase.DECODE, "", Fill(1), (Slot(" a", state, 0),))], 2)
     assert ('class="cross"' in drawn) == (state is TokenState.REJECTED)
 
 
 def test_a_token_of_spaces_is_no_blank_tile() -> None:
     slots = (Slot(" ", TokenState.ACCEPTED, 0), Slot("  ", TokenState.DRAFT, 1, drafted=True))
-    texts = [e.text for e in ElementTree.fromstring(draw.document([Frame(Phase.DECODE, "", Fill(1), slots)], 3)).iter()]
+    texts = [e.text for e in ElementTree.fromstring(boards.document([Frame(Phase.DECODE, "", Fill(1), slots)], 3)).iter()]
     assert "␣" in texts and "␣␣" in texts
 
 
@@ -872,7 +872,7 @@ def test_requests_that_end_or_wait_meanwhile_are_told_of() -> None:
 
 @pytest.mark.parametrize("fill", [Fill(400, 2, 3), Fill(2, 1, 400), Fill(1, 1, 1, 1), Fill(300, 0, 1, 9), Fill(7)])
 def test_every_band_has_its_number_in_it_or_beside_it(fill: Fill) -> None:
-    drawn = ElementTree.fromstring(draw.document([Frame(Phase.DECODE, "", fill)], 410))
+    drawn = ElementTree.fromstring(boards.document([Frame(Phase.DECODE, "", fill)], 410))
     numbers = [e for e in drawn.iter() if e.tag.endswith("text") and (e.text or "").isdigit()]
     assert [int(e.text or 0) for e in numbers] == [count for _, count in fill.by_kind()]
     beside = [float(e.get("y", 0)) for e in numbers if e.get("text-anchor") is None]

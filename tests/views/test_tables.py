@@ -25,7 +25,7 @@ from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.memory.tree import ORDINARY, TokenState
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.report import Report
-from replaylens.views import draw, examples, maps, page, report, sections
+from replaylens.views import boards, examples, maps, page, report, sections
 from replaylens.views import rollouts as rollout_views
 from replaylens.views.data import (
     GUESSES,
@@ -1047,11 +1047,11 @@ def test_thoughts_of_a_dump() -> None:
 def test_slots_that_fit_and_how_wide_they_are() -> None:
     """The last ones, and all that are drafted with the token before them."""
     slots = [Slot("x", TokenState.ACCEPTED, i) for i in range(40)]
-    assert [each.number for each in draw._window(slots)] == list(range(40 - draw.MOST_TOKENS, 40))
-    assert draw._window(slots[:3]) == slots[:3] and draw._window([]) == []
+    assert [each.number for each in boards._window(slots)] == list(range(40 - boards.MOST_TOKENS, 40))
+    assert boards._window(slots[:3]) == slots[:3] and boards._window([]) == []
     drafts = [Slot("y", TokenState.DRAFT, i, drafted=True) for i in range(40, 52)]
-    assert [each.number for each in draw._window([*slots, *drafts])] == list(range(39, 52))
-    assert draw._width("y" * draw.LONGEST) == draw._width("y" * 99) > draw._width("y" * 9) > draw._width("") == 26.0
+    assert [each.number for each in boards._window([*slots, *drafts])] == list(range(39, 52))
+    assert boards._width("y" * boards.LONGEST) == boards._width("y" * 99) > boards._width("y" * 9) > boards._width("") == 26.0
 
 
 @pytest.mark.parametrize("count", [1, 2])

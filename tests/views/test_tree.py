@@ -37,7 +37,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.engine.thinking.model import ThinkingConfig
 from replaylens.engine.thinking.thoughts import Round, ThinkingRecording, Thought, Thoughts
-from replaylens.views import draw, examples, pictures
+from replaylens.views import boards, draw, examples, pictures
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, Phase, Readings, Slot, Token
 from replaylens.views.draw import Placement, arrange
 from replaylens.views.examples import DumpedThoughts
@@ -450,7 +450,7 @@ def test_the_cylinder_shows_the_fill(t: list[int]) -> None:
     """The height of each section is the number of cached positions in that state."""
     decode = frames_of({len(P) + 1: [t[1:4]]}, 5)[1]
     heights = {}
-    for section in elements(draw.document([decode], 10)):
+    for section in elements(boards.document([decode], 10)):
         if section.tag.endswith("path") and section.get("class", "").endswith(" edge"):
             d = section.get("d", "")
             heights[section.get("class")] = float(d.split("V")[1].split("A")[0]) - float(

@@ -13,7 +13,7 @@ from replaylens.engine.memory.tree import HOOKED, ORDINARY, BranchRecord, TokenS
 from replaylens.engine.model.text import Text
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.capture import Recording
-from replaylens.views import draw, html
+from replaylens.views import boards, draw, html
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, Paths, Phase, Readings, Slot, Token, capacity
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Timeline:
 
     def still(self, frame: Frame) -> str:
         """One frame as an SVG file."""
-        return draw.document([frame], self.capacity, self.title)
+        return boards.document([frame], self.capacity, self.title)
 
     def board(self, frames: Sequence[Frame] | None = None) -> str:
         """Several frames as one SVG file, from left to right; default: one of each kind of step, but either accept or rollback.
@@ -80,7 +80,7 @@ class Timeline:
         shown = frames or self.first(*(phase for phase in Phase if phase not in hidden))
         when = [id(frame) for frame in self.frames]
         shown = sorted(shown, key=lambda frame: when.index(id(frame)) if id(frame) in when else len(when))
-        return draw.document(shown, self.capacity, self.title, self.frames)
+        return boards.document(shown, self.capacity, self.title, self.frames)
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write every frame as an SVG file, over older boards only; returns the paths."""
@@ -97,7 +97,7 @@ class Timeline:
         yield from draw.frame_lines(list(self.frames))
 
     def _repr_html_(self) -> str:
-        return html.fragment(draw.stepper(self.frames, self.title))
+        return html.fragment(boards.stepper(self.frames, self.title))
 
 
 def _interest(frame: Frame) -> int:

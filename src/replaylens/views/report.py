@@ -21,7 +21,7 @@ from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.request.values import as_instance, as_list, output_path, verb
 from replaylens.engine.terminal import hidden
 from replaylens.probes.report import Report
-from replaylens.views import draw, examples, page
+from replaylens.views import boards, draw, examples, page
 from replaylens.views import maps as heatmap
 from replaylens.views import thoughts as thinking
 from replaylens.views.data import Decode
@@ -217,7 +217,7 @@ def _decoded(timelines: tuple[Timeline, ...]) -> Markup:
         "the rest is rolled back (red) with its KV. The verifier's own last token is pending (checkered). Grey: other "
         "requests, checkered where they decode in the same round."
     )
-    steps = (draw.stepper(told.frames, told.title) for told in timelines)
+    steps = (boards.stepper(told.frames, told.title) for told in timelines)
     return join([tag("p", about, class_="rl-quiet"), *steps])
 
 

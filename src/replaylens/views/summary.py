@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from replaylens.views import draw, thoughts
+from replaylens.views.boards import cylinder
 from replaylens.views.data import Fill
-from replaylens.views.draw import cylinder
 from replaylens.views.html import fragment, tag
 from replaylens.views.pictures import Tree
 from replaylens.views.thoughts import Thinking
