@@ -73,6 +73,15 @@ def default_device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
+@contextmanager
+def numpy_raises() -> Iterator[None]:
+    """np.seterr, as programs call it once and for all."""
+    with np.errstate():
+        np.seterr(all="raise")
+        yield
+        assert {*np.geterr().values()} == {"raise"}, "the user's setting is restored"
+
+
 MODES: Mapping[str, Mode] = {
     **{f"rounding {direction}": partial(rounding, direction) for direction in ROUNDINGS},
     "flushed denormals": partial(setting, torch.set_flush_denormal, True, flushing),
@@ -92,7 +101,7 @@ MODES: Mapping[str, Mode] = {
     ),  # as use_deterministic_algorithms, without loading the compiler
     "anomaly detection": lambda: torch.autograd.set_detect_anomaly(True),
     "fake tensors": FakeTensorMode,
-    "numpy raises": lambda: np.errstate(all="raise"),
+    "numpy raises": numpy_raises,
     "three decimal digits": lambda: decimal.localcontext(
         decimal.Context(prec=3, rounding=decimal.ROUND_UP, traps=[decimal.Inexact, decimal.Rounded, decimal.InvalidOperation])
     ),

@@ -1,8 +1,9 @@
 """Nothing that the package computes depends on the modes of its caller (`src/replaylens/boundary.py`).
 
-Every public name is within the boundary, and is called in hostile modes by a group of `tests/golden.py` (`boundary.txt` says
-which) whose results must be the same as in the usual modes, bit for bit; what is not has its reason here. After a change of
-public names, `python -m tests.test_boundary` writes that file anew and prints what no group calls.
+Every public name is within the boundary, and is called in hostile modes by a group of `tests/golden.py` or of
+`tests/boundary_calls.py` (`boundary.txt` says which) whose results must be the same as in the usual modes, bit for bit; what
+is not has its reason here. After a change of public names, `python -m tests.test_boundary` writes that file anew and prints
+what no group calls.
 """
 
 import hashlib
@@ -21,7 +22,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import Tensor
@@ -36,9 +36,8 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.probes.controls import make_goal
-from tests import golden_calls, golden_more
-from tests.digests import _sparse
+from tests import golden_calls
+from tests.boundary_calls import GROUPS as MORE
 from tests.golden import Walk, answers_of, error
 from tests.golden_inside import GROUPS
 from tests.hostile import COMBINED, MODES, hostile
@@ -231,106 +230,13 @@ def test_a_module_is_compiled_in_the_usual_modes(tmp_path: Path) -> None:
         assert usual["NUMBERS"] == module.NUMBERS and own["NUMBERS"] != usual["NUMBERS"], "control: Python's own rounding"
 
 
-# ---- what no golden answer asks for ----------------------------------------------------------------------------------
-
-
-def asked(value: Any, *without: str) -> dict[str, Any]:
-    """All properties of an object, and what its methods give that need no argument."""
-    found = dict[str, Any]()
-    for name in dir(type(value)):
-        held = inspect.getattr_static(type(value), name)
-        if name.startswith("_") or name in ("close", "release", "plot", "save", "stream", *without):
-            continue
-        if isinstance(held, property | cached_property):
-            found[name] = error(getattr, value, name)
-        elif inspect.isfunction(held) and all(
-            each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-            for each in [*inspect.signature(held).parameters.values()][1:]
-        ):
-            found[name] = error(getattr(value, name))
-    return found
-
-
-def _rest() -> dict[str, Any]:
-    """What results, rows, estimators and files tell besides."""
-    rl, probes, folder = replaylens, replaylens.probes, Path(tempfile.mkdtemp())
-    rows, engine, clean = golden_more.made_rows(), golden_calls.coin(record=True), golden_calls.HEADS
-    x, y, groups = (
-        np.asarray(rows.matrix("S", 1), np.float64),
-        np.array(rows.target("topic").values),
-        np.repeat(np.arange(30), 3),
-    )
-    chain, coin, answer = (
-        engine.prompt(clean, sites="S"),
-        rl.tasks.get("coin")(flips=(1, 3)),
-        rl.Answer.regex("A: (heads|tails)"),
-    )
-    run, split, sparse = engine.replay(coin.examples(4), sites="S"), probes.by_root(rows, 3), _sparse("topk")
-    patched = rl.patch(engine, clean, golden_calls.TAILS, metric=golden_calls.PAIR, layers=[1])
-    dump, encoded = run.save(folder / "dump"), sparse.require(engine).of(chain)
-    rolled = chain.resample(2, at=[9], max_new=2, answer=answer)
-    texts = probes.RolloutTexts.of_frame(
-        pd.DataFrame({"position": [3, 8, 8], "outcome": list("aba"), "units": [("x",)] * 3}), "yz"
-    )
-    report = probes.sweep(rows, "topic", layers=[1], estimators="ridge", positions="all", permutations=19)
-    report.save(folder / "report")
-    engine.trace.save(folder / "trace.json")
-    with engine.variants(clean, keep=["blocks.1.hook_in"]) as base:
-        varied = base.capture([[Edit("S", "scale", factor=0.3, layers=[0])]]), base.rows("blocks.1.hook_in"), base.stream(1)
-    moments = probes.MomentStream(x.shape[1], sorted({*y}))
-    moments.add(torch.from_numpy(x), y)
-    fitted = {
-        "attentive": probes.AttentiveProbe(steps=5).fit(x, y),
-        "mean": probes.MassMeanProbe().fit(x, y),
-        "sparse": probes.SparseProbe(k=2).fit(x, y),
-        "chosen": probes.ESTIMATORS["logistic"].make().fit(x, y),
-        "calibrated": probes.calibrated("logistic", x, y, groups, folds=3),
-    }
-    goal, train = make_goal(rows.target("topic")), np.stack([groups % 3 != fold for fold in range(3)])[None]
-    solved = probes.solve("ridge", torch.from_numpy(x)[None], probes.one_hot((y == "c1")[None].astype(int), 2), train)
-    verbs = ("predict", "predict_proba", "decision_function")
-    return {
-        "predicted": [error(getattr(each, verb), x[:5]) for each in fitted.values() for verb in verbs if hasattr(each, verb)],
-        "attention": fitted["attentive"].attention(x[:5]),
-        "moments": [asked(moments.moments()), moments.count, *moments.moments().class_means],
-        "streamed": [
-            probes.Leace().fit_moments(moments.moments()).transform(x[:3]),
-            probes.MassMeanProbe().fit_moments(moments.moments()).decision_function(x[:3]),
-        ],
-        "solved": [solved.weight, solved.bias, solved.scores(torch.from_numpy(x)[None, :4])],
-        "codes": [asked(each) for each in probes.online_codes(torch.from_numpy(x)[None], goal, [], groups)],
-        "split": [asked(split), [*split], len(split), asked(split.check(rows))],
-        "rows": [asked(rows), rows.target("topic")[np.arange(4)], asked(rows.about), len(rows.where(y == "c1"))],
-        "report": [asked(probes.Report.load(folder / "report")), report.digest],
-        "trace": len(rl.Trace.load(folder / "trace.json").events),
-        "dump": [
-            asked(dump.manifest.plan),
-            asked(dump.array("S", 1)),
-            error(list, dump.array("S", 1)),
-            len(dump.array("S", 1)),
-        ],
-        "fingerprint": asked(engine.fingerprint),
-        "run": run.digest,
-        "rollouts": [asked(rolled[0]), [*rolled], asked(answer), answer.read("A: heads"), len(rolled.states)],
-        "texts": [asked(texts), len(texts), asked(texts.where(np.array([True, False, True])))],
-        "features": [asked(encoded), asked(sparse, "generate", "load"), len(encoded), len(sparse)],
-        "branch": {name: getattr(chain, name) for name in ("generated", "root_length", "text")},
-        "recorded": [asked(chain.activations, "handed_over", "take_over"), "blocks.1.hook_in" in chain.activations],
-        "varied": varied,
-        "patched": [type(patched).mean([patched, patched]), [asked(each) for each in patched.grids()]],
-        "grids": [rl.lens(engine, clean, token=" tails").grid(), rl.attention(engine, clean, layers=[1]).grid(1, 0)],
-        "unembedding": [engine.W_U, engine.W_E],
-        "task": [asked(coin, "examples"), asked(coin.example(2)), asked(coin.example(2).reading)],
-        "words": asked(rl.tasks.WordTokenizer(coin.vocabulary())),
-        "stream": [*engine.prompt(clean).stream(2)],
-    }
-
-
-ALL = {**GROUPS, "rest": _rest}
 # ---- the same bits in every mode -------------------------------------------------------------------------------------
 
-SHORT = ("branches", "edits", "fork statistics", "features", "arrays", "conversation")
-"""groups that are always run"""
+ALL = {**GROUPS, **MORE}
+SHORT = ("branches", "edits", "fork statistics", "features", "arrays", "conversation", "builders")
+"""groups that are run in each mode by itself"""
+ALWAYS = {*SHORT, *MORE} - {"rest"}
+"""those that are run in one state of many modes without being asked for"""
 _OF_A_RUN = re.compile(rf",\s+dtype=torch\.\w+(?=\))|object at 0x\w+|{re.escape(tempfile.gettempdir())}/[\w.-]+")
 """what is another in each run: places, and the dtype that torch writes behind a tensor where it is not the default one"""
 
@@ -383,7 +289,7 @@ def different(ours: dict[str, str], theirs: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     "name, state",
     [
-        pytest.param(name, state, marks=() if (i + j) % 3 == 0 and name in SHORT else pytest.mark.slow)
+        pytest.param(name, state, marks=() if (i + j) % 3 == 0 and name in ALWAYS else pytest.mark.slow)
         for i, name in enumerate([*SHORT, *(each for each in ALL if each not in SHORT)])
         for j, state in enumerate(COMBINED)
     ],
@@ -406,8 +312,12 @@ def test_no_result_depends_on_one_of_the_modes(name: str, mode: str) -> None:
 # ---- which group calls what ------------------------------------------------------------------------------------------
 
 
-WITHIN = "enclosed only"
-"""in place of a group: within the boundary, as others are, but no group calls it from outside. Written by hand"""
+UNCALLED = {
+    **dict.fromkeys([f"tasks.task.Task.{name}" for name in ("answers", "scene", "vocabulary", "write")], "abstract: texts"),
+    "tasks.task.Task.next_action_chance": "abstract; see `test_probabilities_of_tasks_do_not_depend_on_the_rounding`",
+    "engine.training.recipe.Recipe.sequences": "kept from when the recipe is made",
+}
+"""within the boundary, as others are, but no group calls them from outside"""
 TEXTS = ("__init__", "__post_init__", "__repr__", "__str__")
 """of these, that they are enclosed is enough: they keep what they are given, and show it"""
 
@@ -420,9 +330,10 @@ def table() -> dict[str, str]:
 def test_every_public_name_is_called_in_hostile_modes_or_has_a_reason() -> None:
     """A new name: call it in a group of `tests/golden.py`, or say why not."""
     known, names = table(), {name for name in public() if not name.endswith(TEXTS)}
-    new, gone = sorted(name for name in names - {*known} if reason(name, REASONS) is None), sorted({*known} - names)
+    new = sorted(name for name in names - {*known, *UNCALLED} if reason(name, REASONS) is None)
+    gone = sorted({*known, *UNCALLED} - names)
     assert (new, gone) == ([], []), f"python -m tests.test_boundary writes {TABLE.name}; {new=}, {gone=}"
-    assert set(known.values()) <= {*ALL, WITHIN}
+    assert {*known.values()} <= {*ALL} and not {*known} & {*UNCALLED}
 
 
 # ---- without the harness ---------------------------------------------------------------------------------------------
@@ -495,6 +406,27 @@ def test_weights_are_read_only_in_every_mode(mode: str) -> None:
         weights[0] = 0.0
 
 
+def probabilities() -> list[Any]:
+    """Of every task: that of the likeliest next action; of a coin, those of its faces."""
+    found, coin = list[Any](), replaylens.tasks.get("coin")(flips=(1, 7), p=0.3)
+    for name in replaylens.tasks.names():
+        for given in ({}, {"p": 0.3}, {"p": 0.1, "reset": 0.7}):
+            made = error(replaylens.tasks.get(name), **given)  # not all of them have these options
+            found.append(None if isinstance(made, Exception) else error(made.next_action_chance))
+    found = [each for each in found if isinstance(each, float)]
+    return [found, *(coin.outcomes(coin.example(i).prompt) for i in range(9))]
+
+
+@pytest.mark.parametrize("direction", ["up", "down", "to zero"])
+def test_probabilities_of_tasks_do_not_depend_on_the_rounding(direction: str) -> None:
+    """1 / 3, 1 - p and sums of powers of it: what else tasks compute are integers and texts, and is left alone."""
+    usually, shares = probabilities(), [1 / n for n in range(2, 12)]
+    with MODES[f"rounding {direction}"]():
+        found, others = probabilities(), [1 / n for n in range(2, 12)]
+    assert found == usually and len(found[0]) > 12
+    assert others != shares, "control: Python's own rounding"
+
+
 BREAK = ("rounding up", "rounding down", "rounding to zero", "inference mode", "the meta device", "another default device")
 BREAK += ("fake tensors",)
 """modes in which results are other ones, or cannot be had, without the boundary"""
@@ -557,16 +489,15 @@ def calls_of_groups() -> dict[str, str]:
 @pytest.mark.slow
 def test_the_table_names_what_groups_call() -> None:
     called = calls_of_groups()
-    assert [name for name, group in table().items() if group != WITHIN and name not in called] == []
+    assert [name for name in table() if name not in called] == []
 
 
 def main() -> None:
     """Write the table, and print what is in no group."""
     names = {name for name in public() if not name.endswith(TEXTS)}
-    within = {name: group for name, group in table().items() if group == WITHIN and name in names}
-    calls = within | {name: group for name, group in calls_of_groups().items() if name in names}
+    calls = {name: group for name, group in calls_of_groups().items() if name in names}
     TABLE.write_text("".join(f"{name}: {group}\n" for name, group in sorted(calls.items())))
-    print(*sorted(name for name in names - {*calls} if reason(name, REASONS) is None), sep="\n")
+    print(*sorted(name for name in names - {*calls, *UNCALLED} if reason(name, REASONS) is None), sep="\n")
 
 
 if __name__ == "__main__":

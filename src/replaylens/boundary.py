@@ -43,24 +43,16 @@ engine.dump.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.
 engine.model.text.Text.decode engine.model.text.Text.eos_id probes.controls.Goal.outputs
 """
 """what is not enclosed: what runs within passes, what computes no floats, and the command line, which has no caller"""
-ENTRIES = "engine.model.decoder.Decoder.__init__ engine.model.decoder.Decoder.initialize"
-"""what of it is, nevertheless: callers make models of their own"""
+ENTRIES = "engine.model.decoder.Decoder.__init__ engine.model.decoder.Decoder.initialize tasks.coin.p_even"
+PROBABILITIES = ("next_action_chance", "outcomes")
+"""what of it is, nevertheless: callers make models of their own, and these two methods of tasks divide"""
 MARK = "__replaylens_enclosed__"
 """an attribute of functions that are enclosed"""
 SPECIAL = frozenset(
     (
-        *(
-            "__init__",
-            "__post_init__",
-            "__call__",
-            "__enter__",
-            "__exit__",
-            "__iter__",
-            "__next__",
-            "__getitem__",
-            "__contains__",
-        ),
-        *("__len__", "__eq__", "__repr__", "__str__", "__array__", "_repr_html_", "_repr_svg_", "_repr_mimebundle_"),
+        *("__init__", "__post_init__", "__call__", "__enter__", "__exit__", "__iter__", "__next__", "__getitem__"),
+        *("__contains__", "__len__", "__eq__", "__repr__", "__str__", "__array__", "__rich_console__"),
+        *("_repr_html_", "_repr_svg_", "_repr_mimebundle_"),
     )
 )
 """the methods with underscores that callers reach"""
@@ -206,7 +198,7 @@ class _Finder:
 
 def _inner(*names: str) -> bool:
     name = f"{'.'.join(names)}."
-    return name.startswith(_INNER) and not name.startswith(_ENTRIES)
+    return name.startswith(_INNER) and not name.startswith(_ENTRIES) and names[-1] not in PROBABILITIES
 
 
 _INNER, _ENTRIES = (tuple(f"replaylens.{name}." for name in names.split()) for names in (INNER, ENTRIES))

@@ -142,6 +142,14 @@ MODES = (
         ("tests/test_bad_values.py::test_an_error_that_no_argument_causes_comes_out_as_it_is",),
     ),
     Mutant(
+        "probabilities-in-the-callers-rounding",
+        "replaylens.boundary",
+        'PROBABILITIES = ("next_action_chance", "outcomes")',
+        "PROBABILITIES = ()",
+        "what tasks divide is rounded to nearest",
+        ("tests/test_boundary.py::test_probabilities_of_tasks_do_not_depend_on_the_rounding",),
+    ),
+    Mutant(
         "properties-in-the-callers-modes",
         "replaylens.boundary",
         "(part and _enclosed(part) for part in (value.fget, value.fset, value.fdel))",
