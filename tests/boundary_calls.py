@@ -367,6 +367,7 @@ def _texts_of_tasks() -> dict[str, Any]:
         ],
         "ranges": [
             task.as_range("n", 3),
+            task.require_room_for(range(3)),
             error(task.check_range, "n", (0, 9), least=1, most=5),
             str(task.knob(3, "a number").default),
         ],
@@ -416,6 +417,7 @@ def _training_of_thoughts() -> dict[str, Any]:
         "folders": [
             error(recipe.backbone_folder, "nowhere"),
             recipe.load_tokenizer(folder / "model") == words,
+            recipe.tokenizer_files(words),
             error(embedded_thinking.around, embedded, "nowhere", 4, 4),
         ],
     }

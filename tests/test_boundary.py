@@ -443,6 +443,25 @@ def test_without_the_boundary_results_depend_on_the_mode(mode: str) -> None:
     assert different(found, derived_usually()) != []
 
 
+UNDERFLOWS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "a false discovery rate": lambda probes, at: probes.false_discovery([1e-320, 0.1, 1e-310]),
+    "a mean": lambda probes, at: probes.mean_over_groups(at["x"][:, 0] * 1e-315, at["groups"]),
+    "a fit": lambda probes, at: probes.MassMeanProbe().fit(at["x"] * 1e-170, at["y"]).decision_function(at["x"] * 1e-170),
+}
+
+
+@pytest.mark.parametrize("name", UNDERFLOWS)
+def test_a_caller_whom_numpys_errors_interrupt_gets_results(name: str) -> None:
+    """np.seterr(all="raise"), and numbers so small that some underflow."""
+    at = given()
+    usually = UNDERFLOWS[name](replaylens.probes, at)
+    with hostile("numpy raises"):
+        found = UNDERFLOWS[name](replaylens.probes, at)
+    assert Bits(found).digest() == Bits(usually).digest()
+    with hostile("numpy raises", bounded=False), pytest.raises(FloatingPointError):  # control
+        UNDERFLOWS[name](replaylens.probes, at)
+
+
 @pytest.mark.parametrize("how", ["raise", "call", "print"])
 def test_numpys_errors_are_the_usual_ones(how: Any) -> None:
     def shares() -> list[float]:
