@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
-from replaylens.engine.errors import BadTexts
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_instance, as_int, named_options, short_repr
+from replaylens.engine.request.values import as_instance, as_int, named_options
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import EngineKeywords
 from replaylens.engine.serving.request import SAMPLING
@@ -135,13 +134,14 @@ class Engine(TransformerLensVerbs):
         """
         from replaylens.engine.replay.replayer import ReplayOptions, replay_examples
         from replaylens.engine.replay.run import Run
+        from replaylens.engine.replay.texts import examples_of
 
         sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
         sampling = replace(sampling, seed=sampling.seed + as_int("seed", seed))
         options = ReplayOptions(sites, drafter, window, sampling, edits, max_new, rejected, deterministic)
         if options.max_new is not None:
             self.require_positions("max_new", options.max_new)
-        return Run(self, replay_examples(self, self._examples(examples, text, labels), options, batch, progress), options)
+        return Run(self, replay_examples(self, examples_of(self, examples, text, labels), options, batch, progress), options)
 
     def texts(self, given: Any, *, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
         """Texts of your own as a task, to replay and dump like any other. `replay` makes it by itself.
@@ -165,27 +165,6 @@ class Engine(TransformerLensVerbs):
         from replaylens.engine.replay.texts import texts_of
 
         return texts_of(self, given, text, labels)
-
-    def _examples(self, given: Any, text: str | None, labels: NamedLabels) -> list[Example]:
-        """Examples as they are; texts as those of their task."""
-        from replaylens.engine.replay.texts import is_list
-        from replaylens.engine.resampling.rollouts import Rollouts
-        from replaylens.tasks.task import Example, Task
-        from replaylens.tasks.texts import GivenTexts
-
-        if isinstance(given, GivenTexts):
-            given = given.examples()
-        elif isinstance(given, Task) or (isinstance(given, type) and issubclass(given, Task)):
-            how = "task().examples(100)" if isinstance(given, type) else "task.examples(100)"
-            raise BadTexts(f"{short_repr(given)} is a task. Give examples of it: engine.replay({how}).")
-        elif text is None and is_list(given) and not isinstance(given, Rollouts):
-            given = list(given)  # an iterator can be read only once
-        named = labels is not None or text is not None
-        if isinstance(given, list) and (any(isinstance(each, Example) for each in given) if given else not named):
-            if named:
-                raise BadTexts("text= and labels= describe texts, but examples of a task were given. Leave them out.")
-            return given
-        return self.texts(given, text=text, labels=labels).examples()
 
     def replay_trace(self, trace: Trace, *, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
         """Replay a recorded trace. Returns its branches by their recorded ids; see `replayer.replay_trace`.

@@ -15,6 +15,7 @@ from replaylens.engine.request.values import as_list, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.tasks.reading import NOT_LABELS, GivenText, Label, Offset, TokenSpan
+from replaylens.tasks.task import Example, Task
 from replaylens.tasks.texts import GivenTexts
 from replaylens.tasks.tokenizer import WordTokenizer, offsets_of, path_offsets
 
@@ -263,6 +264,25 @@ def _spans(rollout: "Rollout") -> tuple[TokenSpan, ...]:
 
 SUBJECTS = "a list of strings, of token lists, of chats (lists of {'role', 'content'}) or of branches"
 """what counts as texts, for error messages"""
+
+
+def examples_of(engine: Core, given: Any, text: str | None, labels: NamedLabels) -> list[Example]:
+    """Examples as they are; texts as those of their task."""
+    from replaylens.engine.resampling.rollouts import Rollouts
+
+    if isinstance(given, GivenTexts):
+        given = given.examples()
+    elif isinstance(given, Task) or (isinstance(given, type) and issubclass(given, Task)):
+        how = "task().examples(100)" if isinstance(given, type) else "task.examples(100)"
+        raise BadTexts(f"{short_repr(given)} is a task. Give examples of it: engine.replay({how}).")
+    elif text is None and is_list(given) and not isinstance(given, Rollouts):
+        given = list(given)  # an iterator can be read only once
+    named = labels is not None or text is not None
+    if isinstance(given, list) and (any(isinstance(each, Example) for each in given) if given else not named):
+        if named:
+            raise BadTexts("text= and labels= describe texts, but examples of a task were given. Leave them out.")
+        return given
+    return texts_of(engine, given, text, labels).examples()
 
 
 def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
