@@ -1,6 +1,11 @@
 """Held-out predictions: every estimator, cell and goal, on rows of roots that it was not fitted on."""
 
-from collections.abc import Sequence
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -8,6 +13,7 @@ import numpy as np
 import torch
 from joblib import Parallel, delayed
 from sklearn.base import clone, is_regressor
+from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 
 from replaylens.engine.dump.reader import Dump
@@ -203,6 +209,57 @@ def _leads(scores: np.ndarray) -> np.ndarray:
     return leads
 
 
+_FITS: ContextVar[dict[str, list[int]] | None] = ContextVar("fits", default=None)
+"""within `unconverged_together`: estimator -> (fits that did not converge, fits)"""
+
+
+@contextmanager
+def unconverged_together() -> Iterator[None]:
+    """One ConvergenceWarning per estimator at the end of the outermost block, with the number of fits, instead of one each."""
+    if _FITS.get() is not None:
+        yield
+        return
+    counts: dict[str, list[int]] = {}
+    token = _FITS.set(counts)
+    try:
+        yield
+    finally:
+        _FITS.reset(token)
+    for name, (some, fits) in counts.items():
+        if some:
+            why = (
+                f"{some} of {fits} fits of {name} did not converge. Scale the rows, or make it with more iterations (max_iter)."
+            )
+            warnings.warn(why, ConvergenceWarning, stacklevel=3)
+
+
+@contextmanager
+def _converging() -> Iterator[set[Any]]:
+    """The numbers of the fits in the block that warn that they did not converge. Other warnings come as they are."""
+    found = set[Any]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ConvergenceWarning)
+        show = warnings.showwarning
+
+        def note(message: Any, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, ConvergenceWarning):
+                found.add(_FIT.number)
+            else:
+                show(message, category, *where)
+
+        warnings.showwarning = note  # type: ignore[assignment]
+        yield found
+
+
+class _Fit(threading.local):
+    """The fit that this thread makes."""
+
+    number: Any = None
+
+
+_FIT = _Fit()
+
+
 def _apart(
     spec: registry.Estimator,
     x: Tensor,
@@ -216,11 +273,26 @@ def _apart(
     """Mutates `out`: one scikit-learn fit per cell, goal and fold, in parallel. The order of the fits changes no bit."""
     rows = x.cpu().numpy()
     work = [(c, i, f) for c in range(len(rows)) for i in range(len(goals)) for f in range(len(train))]
-    done = Parallel(n_jobs=jobs)(
-        delayed(_one)(spec.make(), rows[c], goals[i].codes, train[f] & goals[i].present, test[f], len(goals[i].classes))
-        for c, i, f in work
-    )
-    for (c, i, f), (predicted, score, log_p) in zip(work, done, strict=True):
+    with unconverged_together(), _converging() as here:
+        done = Parallel(n_jobs=jobs)(
+            delayed(_counted)(
+                n,
+                os.getpid(),
+                spec.make(),
+                rows[c],
+                goals[i].codes,
+                train[f] & goals[i].present,
+                test[f],
+                len(goals[i].classes),
+            )
+            for n, (c, i, f) in enumerate(work)
+        )
+        counts = _FITS.get()
+        assert counts is not None
+        total = counts.setdefault(spec.name, [0, 0])
+        total[0] += len(here) + sum(elsewhere for elsewhere, _ in done)
+        total[1] += len(work)
+    for (c, i, f), (_, (predicted, score, log_p)) in zip(work, done, strict=True):
         at = (c, which[i], test[f])
         out.predicted[at] = predicted
         if score is not None:
@@ -230,6 +302,16 @@ def _apart(
             smooth = smoothed(log_p, int((train[f] & goals[i].present).sum()))
             out.log_loss[at] = -np.take_along_axis(smooth, truth[:, None], -1)[:, 0]
             out.confidence[at] = np.exp(log_p.max(-1))
+
+
+def _counted(number: int, parent: int, *given: Any) -> tuple[bool, Any]:
+    """(whether a fit in another process than `parent` did not converge, `_one` of what is given)"""
+    _FIT.number = number
+    if os.getpid() == parent:
+        return False, _one(*given)
+    with _converging() as found:
+        made = _one(*given)
+    return bool(found), made
 
 
 def _one(

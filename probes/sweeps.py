@@ -60,6 +60,7 @@ from replaylens.probes.heldout import (
     online_codes,
     refitted,
     require_orders,
+    unconverged_together,
 )
 from replaylens.probes.intervals import LEVEL, corrected_p, mean_over_groups
 from replaylens.probes.permutations import EXCHANGED, Null, exchanged_share, why_no_exchange, with_partners
@@ -503,7 +504,7 @@ class _Sweep:
         if not probed:
             raise BadRows(f"No label can be probed at any position. {' '.join(_notes(places))}")
         require_orders(self.settings.permutations, max(len(place.rows) for place in probed))
-        with tqdm(total=len(probed) * len(cells), unit="cell", disable=hidden(self.progress)) as bar:
+        with unconverged_together(), tqdm(total=len(probed) * len(cells), unit="cell", disable=hidden(self.progress)) as bar:
             for place in probed:
                 self._fill(place, parts, bar)
         return tabulate(probed, self.rows, self.settings, _notes(places))

@@ -1,6 +1,7 @@
 """`replaylens extend check`: what the package has keeps its promises, and a fault planted in a new part is found."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import Perceptron, RidgeClassifier
 from sklearn.neighbors import KNeighborsRegressor, NearestCentroid
 from sklearn.svm import LinearSVC
@@ -226,6 +228,36 @@ def test_a_default_sweep_leaves_out_known_zeros_of_another_kind(registered: Call
     for zero in ("next_action", "shuffled"):
         said = f"Skipped known zero {zero!r} with {name} at position 'step': the label has classes, and it is a regressor."
         assert said in report.notes
+
+
+class Restless(Nearest):
+    """Warns in each fit, twice that it did not converge and once of something else."""
+
+    def fit(self, X: Any, y: Any) -> "Restless":
+        for _ in range(2):
+            warnings.warn("not yet", ConvergenceWarning, stacklevel=2)
+        warnings.warn("something else", UserWarning, stacklevel=2)
+        super().fit(X, y)
+        return self
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"jobs": 2, "backend": "threading"}, pytest.param({"jobs": 2, "backend": "loky"}, marks=pytest.mark.slow)],
+    ids=["one by one", "threads", "processes"],
+)
+def test_fits_that_do_not_converge_are_counted_in_one_line(how: dict[str, Any], registered: Callable[..., str]) -> None:
+    """By hand: 3 cells x (two labels, each also with its values exchanged) x 5 folds are 60 fits."""
+    generator = np.random.default_rng(0)
+    X, y = {f"blocks.{i}.hook_in": generator.normal(size=(60, 3)) for i in range(3)}, np.array(["a", "b"] * 30)
+    rows = ProbeRows.of_arrays(X, {"label": y, "other": generator.permutation(y)}, groups=np.arange(60))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sweep(rows, ["label", "other"], positions="all", estimators=registered(Restless), permutations=0, **how)
+    said = [str(each.message) for each in caught if issubclass(each.category, ConvergenceWarning)]
+    assert said == ["60 of 60 fits of mine did not converge. Scale the rows, or make it with more iterations (max_iter)."]
+    other = [each for each in caught if str(each.message) == "something else"]
+    assert len(other) == (0 if how.get("backend") == "loky" else 60), "those of another process are shown there"
 
 
 def test_what_makes_an_estimator_is_no_estimator(registered: Callable[..., str], tmp_path: Path) -> None:
