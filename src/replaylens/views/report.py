@@ -129,7 +129,7 @@ def report(
     *,
     results: Sequence[Reportable] = (),
     dump: Dump | str | Path | None = None,
-    probes: Report | str | Path | Sequence[Report | str | Path] = (),
+    probes: Report | str | Path | Sequence[Any] = (),
     title: str = "",
 ) -> Path:
     """Write results of the workbench, with a dump and probe reports if given, as one self-contained page.
