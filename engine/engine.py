@@ -93,8 +93,12 @@ class Engine(TransformerLensVerbs):
         from replaylens.engine.opening import open_engine
 
         hub = HubOptions(revision, token, cache_dir, local_files_only)
-        how = (device, devices, dtype, tokenizer, adapter, hub, draft_model, guess, check, ranks, rank_timeout, dict(options))
-        engine: Engine = open_engine(cls, source, *how)
+        how = (device, devices, dtype, tokenizer, adapter, hub, draft_model, guess, check, ranks, rank_timeout)
+
+        def make(kind: type | None, *given: Any, **more: Any) -> Engine:
+            return cls(*given, **more, **options) if kind is None else kind(*given, **more, **options)
+
+        engine: Engine = open_engine(make, source, *how)
         return engine
 
     @named_options

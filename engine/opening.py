@@ -35,7 +35,7 @@ RANKS = "replaylens.extras.ranks"
 Guess = Literal["sequential", "empty", "drafted"]
 GUESSES: tuple[Guess, ...] = ("sequential", "empty", "drafted")
 EngineOf = Callable[..., Any]
-"""an engine of a decoder, its tokenizer and a draft model"""
+"""an engine of a kind (None: of a decoder), a model, its tokenizer and a draft model"""
 
 
 class Opened(NamedTuple):
@@ -45,8 +45,8 @@ class Opened(NamedTuple):
     """its kind, in words"""
     model: Any
     tokenizer: Any
-    make: EngineOf
-    """an engine, of the model and its tokenizer"""
+    kind: type
+    """its engine's class"""
 
 
 # ---- an engine -------------------------------------------------------------------------------------------------------
@@ -66,9 +66,8 @@ def open_engine(
     check: bool | None,
     ranks: Any,
     rank_timeout: Any,
-    options: dict[str, Any],
 ) -> Any:
-    """The engine of a source; parameters as of `Engine.load`. make: an engine of a plain decoder"""
+    """The engine of a source; parameters as of `Engine.load`"""
     where: loading.Where = device
     if devices is not None:
         named = placed_devices(devices, device)
@@ -92,13 +91,13 @@ def open_engine(
         model = loading.in_dtype(found.model, dtype).to(device)
         freeze(model)
         given = found.tokenizer if tokenizer is None else tokenizer
-        return found.make(model, given, guess=guess, draft_model=draft, **options)
+        return make(found.kind, model, given, guess=guess, draft_model=draft)
     if not isinstance(guess, str) or guess != "empty":  # an array answers != with an array
         _require_guess(guess)
     check = loading.is_live(source) if check is None else check
     read = partial(load_model, source, dtype, adapter=adapter, hub=hub)
     made: EngineOf = lambda model, text: make(  # noqa: E731
-        owned(model), text if tokenizer is None else tokenizer, draft_model=draft, **options
+        None, owned(model), text if tokenizer is None else tokenizer, draft_model=draft
     )
     if several:
         assert over is not None

@@ -402,9 +402,9 @@ def _gradients(source: Any) -> Problems:
         _metric(exact(input_ids=torch.tensor([TOKENS]), use_cache=False).logits[0, -1]).backward()
     for layer, (site, value) in enumerate(zip(engine.sites.per_layer("S"), kept, strict=False)):
         assert value.grad is not None
-        error = float((ours[site].double() - value.grad[0]).norm() / value.grad[0].norm().clamp_min(1e-30))
-        if not error < TOLERANCE:
-            yield f"At S{layer}, gradients are {error:.1e} off autograd's."
+        off = float((ours[site].double() - value.grad[0]).norm() / value.grad[0].norm().clamp_min(1e-30))
+        if not off < TOLERANCE:
+            yield f"At S{layer}, gradients are {off:.1e} off autograd's."
 
 
 # ---- estimators ------------------------------------------------------------------------------------------------------

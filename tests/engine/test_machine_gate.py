@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from replaylens import Engine, tasks
 from replaylens.cli import app
-from replaylens.engine import engine as engines
 from replaylens.engine import machine
+from replaylens.engine import opening as engines
 from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.replay import replayer

@@ -159,7 +159,7 @@ def dump(
             dict(ranks=ranks) if ranks > 1 else {}
         )
         common = dict(batch=batch, resume=resume, progress=not quiet)
-        if task is None and texts is None and not as_json:  # whose plan names it
+        if task is None and texts is None and not as_json:
             typer.echo(f"no --task given: examples of {TASK}")
         wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), loaded, common)
         if ray is None and workers is None:
