@@ -7,7 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 import replaylens
 from replaylens import cli
 from replaylens.cli import COMMANDS, app, main
+from replaylens.commands import reporting
 from replaylens.commands.dump import KEPT
 from replaylens.commands.options import FETCHED
 from replaylens.commands.report import TREES
+from replaylens.commands.reporting import in_shell_words
 from replaylens.engine.dump.plan import FORMS, POSITIONS
 from replaylens.engine.errors import SlowCluster
 from replaylens.engine.model import hub
@@ -362,17 +364,19 @@ def test_errors_name_options_as_the_shell_does(shell: Callable[..., Shell], tmp_
     ):
         done = shell(*line.replace("NEW", f"{out}-new").split())
         assert done.code == 2 and said in done.err and not re.search(r"\w=\d", done.err), done.err
-    from replaylens.commands.reporting import _parameters, in_shell_words
 
-    class Option(NamedTuple):
-        name: str
-        opts: list[str]
-        secondary_opts: list[str]
 
-    before = _parameters.set([Option("device", ["--device"], []), Option("check", ["--check"], ["--no-check"])])
-    try:
+@dataclass
+class Option:
+    name: str
+    opts: list[str]
+    secondary_opts: list[str]
+
+
+def test_only_options_of_the_running_command_are_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [Option("device", ["--device"], []), Option("check", ["--check"], ["--no-check"])]
+    with monkeypatch.context() as patch:
+        patch.setattr(reporting, "_parameters", lambda: options)
         assert in_shell_words("Give device='cpu', or check=False.") == "Give --device 'cpu', or --no-check."
         assert in_shell_words("Use Engine.load(x, device='cpu') or a=b.") == "Use Engine.load(x, device='cpu') or a=b."
-    finally:
-        _parameters.reset(before)
     assert in_shell_words("device='cpu'") == "device='cpu'", "outside a command, as it is"

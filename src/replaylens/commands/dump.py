@@ -88,6 +88,7 @@ class _Wanted:
     """options of the engine"""
     common: dict[str, Any]
     """options of writing a dump, here or on a cluster"""
+    as_json: bool
 
 
 def dump(
@@ -159,9 +160,7 @@ def dump(
             dict(ranks=ranks) if ranks > 1 else {}
         )
         common = dict(batch=batch, resume=resume, progress=not quiet)
-        if task is None and texts is None and not as_json:
-            typer.echo(f"no --task given: examples of {TASK}")
-        wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), loaded, common)
+        wanted = _Wanted(out, task, n, texts, text, labels, model, settings(knob), loaded, common, as_json)
         if ray is None and workers is None:
             made = _dump_here(wanted, {**options, "features": encoders(features), "keep": keep}, _part(shard), writers or 1)
         elif features:
@@ -183,6 +182,8 @@ def _dump_here(wanted: _Wanted, options: dict[str, Any], part: tuple[int, int], 
     else:
         task = tasks.load(wanted.task or TASK)(**wanted.knobs)
         plan = make_plan(engine, task, wanted.n or EXAMPLES, **options)
+        if wanted.task is None and not wanted.as_json:
+            typer.echo(f"no --task given: examples of {TASK}")
     return write_dump(engine, plan, wanted.out, part=part, writers=writers, **wanted.common)
 
 

@@ -1024,7 +1024,7 @@ def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
     calls.replace("replaylens.engine.dump.maker.write_dump", None)
     calls.replace("replaylens.commands.dump.encoders", {"encoders": 1})
     said = told(f"dump --out {tmp_path}/d --quiet")
-    assert said == f"{tmp_path}/d: this part is done; the dump is not finished yet\n"
+    assert said == f"no --task given: examples of coin\n{tmp_path}/d: this part is done; the dump is not finished yet\n"
     usual: dict[str, Any] = {
         "sites": "STCZ", "drafter": "lens", "window": None, "positions": "all", "dtype": None, "rejected": True,
         "probabilities": True,

@@ -604,7 +604,8 @@ def test_choices_at_the_fork(tmp_path: Path) -> None:
         (("--file", "nowhere.jsonl"), "nowhere"),
         (("--chat", "nowhere.json"), "nowhere"),
         (("--prompt", "x", "--chat", "y"), "Give one of --prompt"),
-        (("--prompt", PROMPT, "--keep", "first"), "--keep 'first'"),
+        (("--prompt", PROMPT, "--sites", "S", "--keep", "first"), "--keep 'first'"),
+        (("--prompt", PROMPT, "--keep", "first"), "--keep has no effect without --sites"),
     ],
 )
 def test_bad_options(tmp_path: Path, words: tuple[str, ...], message: str) -> None:

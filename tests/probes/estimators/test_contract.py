@@ -40,13 +40,19 @@ X = GENERATOR.normal(size=(200, 8))
 X[:, 2] += 4 * (Y - 0.5)
 
 
+NOT_TRIED = {"ccs": 4, "attentive": 3, "leace": 3, "inlp": 3}
+"""estimators for calls with rows of their own, which no sweep fits; of ccs, scikit-learn's checks give no pairs"""
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("mlp", "logistic-cv", "inlp") else name for name in ESTIMATORS],
 )
 def test_every_estimator_keeps_its_promises(name: str) -> None:
     """scikit-learn's own checks, the same bits for the same rows, a sweep, a direction, and the places that name it."""
-    assert [each for each in check(name, kind="estimator") if not each.kept] == []
+    found = check(name, kind="estimator")
+    assert [each for each in found if each.problem] == []
+    assert sum(bool(each.not_run) for each in found) == NOT_TRIED.get(name, 0)
 
 
 @pytest.mark.parametrize("name", [name for name, each in ESTIMATORS.items() if name not in ("ccs", "leace", "inlp")])
