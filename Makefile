@@ -52,14 +52,14 @@ slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
 
 cluster: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow tests/engine/test_real_cluster.py tests/probes/sweeps/test_sweep.py -k "real_cluster or ray"
+	$(BIN)/python -m pytest -q -m slow tests/extras/test_real_cluster.py tests/probes/sweeps/test_sweep.py -k "real_cluster or ray"
 
 gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run
 
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2
-	$(BIN)/python -m pytest -q -m slow tests/engine/model/test_smollm2.py tests/notebooks
+	$(BIN)/python -m pytest -q -m slow tests/weights/test_smollm2.py tests/notebooks
 	$(BIN)/python docs/examples/smollm2.py dumps/smollm2
 
 peers: $(STAMP)  # other projects' own tests on our values; downloads their source packages once, and writes tests/peers/README.md

@@ -21,8 +21,8 @@ from torch import Tensor
 from benchmarks.harness import Line, Lines, case, seconds
 from benchmarks.subjects import bridge, peer, random_decoder, where
 from replaylens import tasks
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.verify import verify
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.task import AnyTask

@@ -13,12 +13,12 @@ from safetensors import safe_open
 
 from benchmarks.harness import Line, Lines, case
 from replaylens import tasks
-from replaylens.engine.dump.content import combine
-from replaylens.engine.dump.manifest import INDEX, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
-from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.shard import write_shard
-from replaylens.engine.dump.store import Store
+from replaylens.dumps.content import combine
+from replaylens.dumps.manifest import INDEX, IndexEntry, Manifest, ShardEntry, SiteEntry, shard_name
+from replaylens.dumps.plan import DumpPlan
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.shard import write_shard
+from replaylens.dumps.store import Store
 from replaylens.engine.engine import Engine
 
 SITES = ("blocks.0.hook_in", "blocks.1.hook_in")

@@ -16,10 +16,10 @@ from torch import Tensor
 from benchmarks.harness import Line, Lines, case, in_process, memory_mb, random_tokens, seconds
 from benchmarks.subjects import ENDLESS, released, seeded, smollm2_or_shape
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.serving.branch import Branch
+from replaylens.weights import loading
 
 OURS, HUGGING_FACE, DIRECT, DRAFTED = "ours", "hugging face", "direct", "drafted"
 TEXTS = (

@@ -427,7 +427,7 @@ def refuse_missing(made: Case, parameters: Mapping[str, Any]) -> None:
         quick = ", or with --quick, which has a tiny model on the CPU" if made.quick.get("tiny") else ""
         raise SystemExit(f"{made.name}: no CUDA device found. Run it on a machine with a GPU{quick}.")
     if made.needs == "smollm2":
-        from replaylens.engine.model import hub
+        from replaylens.weights import hub
 
         if not hub.is_fetched():
             raise SystemExit(f"{made.name}: SmolLM2-135M is not here. Run `replaylens fetch smollm2` first.")

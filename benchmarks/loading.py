@@ -74,7 +74,7 @@ def narrow(folder: str) -> Numbers:
     shapes of its products first, for minutes."""
     from transformers import AutoConfig  # noqa: F401
 
-    from replaylens.engine.model import loading as weights
+    from replaylens.weights import loading as weights
 
     return measured(lambda: weights.load(Path(folder), torch.bfloat16))
 
@@ -158,7 +158,7 @@ def our_first_result() -> Numbers:
 def first_result_of_hugging_face() -> Numbers:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from replaylens.engine.model import hub
+    from replaylens.weights import hub
 
     folder = hub.fetched_folder()
     asked = lambda both: both[0](TEXT, return_tensors="pt")  # noqa: E731

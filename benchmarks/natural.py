@@ -22,7 +22,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.loop import admission
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.request import Request
-from replaylens.engine.training import embedded as zoo
+from replaylens.training import embedded as zoo
 
 HEROES = (
     "a lighthouse keeper", "a young baker", "a retired pilot", "two sisters", "a clockmaker", "an old fisherman", "a gardener",

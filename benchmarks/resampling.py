@@ -12,13 +12,13 @@ import torch
 
 from benchmarks.harness import Line, Lines, case, memory_mb, random_tokens, seconds
 from benchmarks.subjects import random_decoder, released, seeded, where
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.verify import verify
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.plan import rollout_seed
-from replaylens.engine.resampling.rollouts import Rollout, Rollouts
 from replaylens.engine.serving.branch import Branch
+from replaylens.rollouts.plan import rollout_seed
+from replaylens.rollouts.rollouts import Rollout, Rollouts
 from replaylens.tasks import WordTokenizer
 
 NEVER = 1 << 60

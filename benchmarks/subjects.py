@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import hub, loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import bridge as bridge
-from replaylens.engine.model.loading import hugging_face as hugging_face
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.weights import hub, loading
+from replaylens.weights.loading import bridge as bridge
+from replaylens.weights.loading import hugging_face as hugging_face
 
 SHAPE = ModelConfig(
     32, 4096, 32, 8, 128, 14336, 128256, 8192, rotary_dim=128, rope=Rope(theta=500000.0), tied_embeddings=False

@@ -19,20 +19,20 @@ from benchmarks.harness import Line, Lines, case, random_tokens
 from benchmarks.subjects import ENDLESS
 from benchmarks.thinking_tables import PARITY, TEXTS, Task
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Rotary
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, SequenceOps, TorchOps, visible
-from replaylens.engine.opening import GUESSES
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.thinking.core import ThinkingEngine
-from replaylens.engine.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
-from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.recipe import Part
-from replaylens.engine.training.thinking import ChunkBatch, ChunkedText, chunked
 from replaylens.tasks import WordTokenizer
+from replaylens.thinking.core import ThinkingEngine
+from replaylens.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
+from replaylens.training import embedded as zoo
+from replaylens.training import thinking as thinking_train
+from replaylens.training.recipe import Part
+from replaylens.training.thinking import ChunkBatch, ChunkedText, chunked
+from replaylens.weights import loading
+from replaylens.weights.opening import GUESSES
 
 PAD, EOS, WORD = WordTokenizer.pad_id, WordTokenizer.eos_id, 7
 PREFILL = ModelConfig(6, 576, 9, 3, 64, 1536, 2048, 512, rotary_dim=64)

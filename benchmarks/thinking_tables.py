@@ -25,15 +25,15 @@ import torch
 from benchmarks.harness import Line, case
 from replaylens import tasks
 from replaylens.commands.training import save
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.thinking.model import ThinkingConfig
-from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.recipe import Part, backbone_folder, load_tokenizer
-from replaylens.engine.training.score import score
-from replaylens.engine.training.thinking import METHODS, Method, ThinkingRecipe
 from replaylens.tasks import WordTokenizer
+from replaylens.thinking.model import ThinkingConfig
+from replaylens.training import embedded as zoo
+from replaylens.training import thinking as thinking_train
+from replaylens.training.recipe import Part, backbone_folder, load_tokenizer
+from replaylens.training.score import score
+from replaylens.training.thinking import METHODS, Method, ThinkingRecipe
+from replaylens.weights import loading
 
 Row = dict[str, Any]
 

@@ -19,11 +19,11 @@ from replaylens.engine.serving.request import SAMPLING
 from replaylens.engine.transformer_lens import TransformerLensVerbs
 
 if TYPE_CHECKING:
-    from replaylens.engine.opening import Guess
-    from replaylens.engine.replay.run import Run
-    from replaylens.engine.replay.texts import NamedLabels
+    from replaylens.replay.run import Run
+    from replaylens.replay.texts import NamedLabels
     from replaylens.tasks.task import Example
     from replaylens.tasks.texts import GivenTexts
+    from replaylens.weights.opening import Guess
 
 
 class Engine(TransformerLensVerbs):
@@ -89,8 +89,8 @@ class Engine(TransformerLensVerbs):
 
         The other parameters are those of `Core`.
         """
-        from replaylens.engine.model.hub import HubOptions
-        from replaylens.engine.opening import open_engine
+        from replaylens.weights.hub import HubOptions
+        from replaylens.weights.opening import open_engine
 
         hub = HubOptions(revision, token, cache_dir, local_files_only)
         how = (device, devices, dtype, tokenizer, adapter, hub, draft_model, guess, check, ranks, rank_timeout)
@@ -136,9 +136,9 @@ class Engine(TransformerLensVerbs):
         deterministic  False: take the fast path's tokens; the run is then not certified and cannot be saved
         batch          number of examples served together; changes no bit
         """
-        from replaylens.engine.replay.replayer import ReplayOptions, replay_examples
-        from replaylens.engine.replay.run import Run
-        from replaylens.engine.replay.texts import examples_of
+        from replaylens.replay.replayer import ReplayOptions, replay_examples
+        from replaylens.replay.run import Run
+        from replaylens.replay.texts import examples_of
 
         sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
         sampling = replace(sampling, seed=sampling.seed + as_int("seed", seed))
@@ -166,7 +166,7 @@ class Engine(TransformerLensVerbs):
         >>> run[1].tokens == engine.tokens_of("A coin's state is tails."), run[1].example.maker
         (True, GivenTexts(2 texts, labels up))
         """
-        from replaylens.engine.replay.texts import texts_of
+        from replaylens.replay.texts import texts_of
 
         return texts_of(self, given, text, labels)
 
@@ -175,6 +175,6 @@ class Engine(TransformerLensVerbs):
 
         sites  capture these instead of the recorded sites
         """
-        from replaylens.engine.replay.replayer import replay_trace
+        from replaylens.replay.replayer import replay_trace
 
         return replay_trace(self, trace, sites)

@@ -25,7 +25,7 @@ import tempfile
 from pathlib import Path
 
 import replaylens as rl
-from replaylens.engine.dump.verify import verify
+from replaylens.dumps.verify import verify
 
 MODEL = "coin-plain"  # or "smollm2"
 engine = rl.Engine.load(MODEL)

@@ -29,8 +29,8 @@ import torch
 from IPython.display import display
 
 import replaylens as rl
-from replaylens.engine.model.loading import hugging_face
 from replaylens.engine.proof import certificates
+from replaylens.weights.loading import hugging_face
 
 MODEL = "coin-plain"  # or "smollm2"
 texts, stories, flips = (16, 24, (2, 5)) if MODEL == "coin-plain" else (6, 3, (1, 2))  # SmolLM2 is slower

@@ -28,7 +28,7 @@ import pandas as pd
 import torch
 
 import replaylens as rl
-from replaylens.engine.thinking.thoughts import LETTERS
+from replaylens.thinking.thoughts import LETTERS
 
 engine = rl.Engine.load("coin-thinking")
 story = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"

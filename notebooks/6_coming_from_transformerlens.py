@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import replaylens as rl
-from replaylens.engine.model import loading
+from replaylens.weights import loading
 
 MODEL = "coin-plain"  # or "smollm2"
 torch.manual_seed(0)

@@ -27,8 +27,8 @@ import torch
 from torch import nn
 
 import replaylens as rl
-from replaylens.engine.model import loading
 from replaylens.probes import ProbeRows, cross_validate, fit_probe, sweep
+from replaylens.weights import loading
 
 MODEL = "coin-plain"  # or "smollm2"
 

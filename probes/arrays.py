@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from replaylens.engine.dump.content import CORE
+from replaylens.dumps.content import CORE
 from replaylens.engine.errors import MissingPackage, UnknownSite, no_such
 from replaylens.engine.model.sites import by_letter
 from replaylens.engine.request.values import short_repr

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnknownSite
-from replaylens.engine.model.loading import bridge as as_bridge
-from replaylens.engine.model.loading import hugging_face
 from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_int
@@ -33,6 +31,8 @@ from replaylens.probes.sources import LETTERS
 from replaylens.probes.splits import fold_of_groups
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import path_offsets
+from replaylens.weights.loading import bridge as as_bridge
+from replaylens.weights.loading import hugging_face
 
 # ---- stage -----------------------------------------------------------------------------------------------------------
 # `InterventionRunner`: changes rows of prompts and reads the answers again, every variant on the same cached prefix.

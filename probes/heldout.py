@@ -16,9 +16,8 @@ from sklearn.base import clone, is_regressor
 from sklearn.exceptions import ConvergenceWarning
 from torch import Tensor
 
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.errors import no_such
-from replaylens.engine.replay.run import Run
 from replaylens.probes import intervals, registry, solvers
 from replaylens.probes.areas import area_of_classes, balanced_accuracy
 from replaylens.probes.checks import as_draws
@@ -30,6 +29,7 @@ from replaylens.probes.permutations import Null, group_permutations
 from replaylens.probes.registry import code_blocks, code_length, smoothed, solve_chosen
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import Split, by_root
+from replaylens.replay.run import Run
 
 # ---- heldout ---------------------------------------------------------------------------------------------------------
 

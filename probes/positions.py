@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from replaylens.engine.dump.content import CORE
-from replaylens.engine.dump.plan import FORMS, NamedPosition, ends_of
+from replaylens.dumps.content import CORE
+from replaylens.dumps.plan import FORMS, NamedPosition, ends_of
 from replaylens.engine.errors import no_such
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadPosition

@@ -18,13 +18,12 @@ from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 from tqdm.auto import tqdm
 
+from replaylens.dumps.maker import ReplayKeywords, plan_of_run
+from replaylens.dumps.reader import Dump
 from replaylens.engine import records
-from replaylens.engine.dump.maker import ReplayKeywords, plan_of_run
-from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch, Unsealed
 from replaylens.engine.files import saves_of, write_pair
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_path, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import probe_record
@@ -44,6 +43,7 @@ from replaylens.probes.report import about_rows
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.sources import SITE
 from replaylens.probes.splits import Split, by_root
+from replaylens.replay.run import Run
 from replaylens.tasks.task import Example
 
 if TYPE_CHECKING:

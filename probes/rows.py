@@ -17,20 +17,18 @@ import numpy as np
 import pandas as pd
 import torch
 
-from replaylens.engine.dump.files import frame_of
-from replaylens.engine.dump.maker import plan_of_run
-from replaylens.engine.dump.plan import DumpPlan, named
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.rows import assemble
-from replaylens.engine.dump.rows import probabilities as token_probabilities
+from replaylens.dumps.files import frame_of
+from replaylens.dumps.maker import plan_of_run
+from replaylens.dumps.plan import DumpPlan, named
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.rows import assemble
+from replaylens.dumps.rows import probabilities as token_probabilities
 from replaylens.engine.errors import FingerprintMismatch, UnknownSite, no_such
-from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.features.rows import Ids, feature_ids
 from replaylens.engine.model.sites import warn_of_mixed_experts
-from replaylens.engine.replay.replayer import Result
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_instance
 from replaylens.engine.serving.core import Core
+from replaylens.features.features import SparseFeatures
+from replaylens.features.rows import Ids, feature_ids
 from replaylens.probes.arrays import OWN, FromArrays
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError
@@ -49,6 +47,8 @@ from replaylens.probes.sources import (
     WiderSource,
     planned_features,
 )
+from replaylens.replay.replayer import Result
+from replaylens.replay.run import Run
 from replaylens.tasks.reading import SHUFFLED
 from replaylens.tasks.splits import is_test_root
 from replaylens.tasks.texts import GivenTexts

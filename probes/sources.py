@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from replaylens import tasks
-from replaylens.engine.dump.plan import StoredFeatures, to_rows
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.plan import StoredFeatures, to_rows
+from replaylens.dumps.reader import Dump
 from replaylens.engine.errors import UnknownSite, no_such
-from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.model.sites import at_layer, by_layer, by_letter
 from replaylens.engine.records import Fingerprint
+from replaylens.features.features import SparseFeatures
+from replaylens.features.rows import FeatureRows
 from replaylens.probes.errors import BadRows, CutFeatures, NoTask, SeveralTasks
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.registry import get as get_task

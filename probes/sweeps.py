@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from replaylens.dumps.manifest import MANIFEST, PLAN
+from replaylens.dumps.reader import Dump
 from replaylens.engine.display import is_stamped
-from replaylens.engine.dump.manifest import MANIFEST, PLAN
-from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import MissingPackage, no_such
 from replaylens.engine.files import require_own_folder, write_file
 from replaylens.engine.machine import require_room
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int, as_list, short_repr, verb
 from replaylens.engine.terminal import hidden
 from replaylens.probes import intervals, registry
@@ -72,6 +71,7 @@ from replaylens.probes.settings import NAMED_SPLITS, NEEDS_BOTH, MakeSplit, Swee
 from replaylens.probes.solvers import Solution, one_hot, solve_path
 from replaylens.probes.splits import Split, by_root
 from replaylens.probes.tabulate import SweepPosition, tabulate
+from replaylens.replay.run import Run
 
 # ---- backend ---------------------------------------------------------------------------------------------------------
 # The joblib backend on which a sweep runs its processes.

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import replaylens as rl
-from replaylens.workbench.reproduce import FIGURES, reproduce
+from replaylens.extras.reproduce import FIGURES, reproduce
 from studies.common import COLOURS, HERE, QUIET, Place, inputs, picture
 
 PARTS = tuple(FIGURES)

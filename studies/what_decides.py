@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import replaylens as rl
-from replaylens.engine.resampling.plan import Race, rollout_seed
+from replaylens.rollouts.plan import Race, rollout_seed
 from studies.common import COLOURS, QUIET, Place, digest, inputs, legend, paired, picture, share
 
 SAMPLING = rl.Sampling(temperature=0.7, seed=1)
@@ -408,7 +408,7 @@ def receivers(engine: rl.Engine, chains: Sequence[Chain]) -> dict[str, Any]:
     four sentences later, per head; and how well the heads of one half of the chains are those of the other."""
     from scipy.stats import kurtosis, pearsonr
 
-    from replaylens.engine.resampling.plan import offsets_of, sentence_starts
+    from replaylens.rollouts.plan import offsets_of, sentence_starts
 
     scores = []
     for chain in chains:

@@ -17,34 +17,34 @@ from datasets import Dataset
 from rich.console import Console
 
 import replaylens
-from replaylens.bridges import formats, neuronpedia
-from replaylens.engine.dump.maker import plan_of_run
-from replaylens.engine.dump.plan import DumpPlan
+from replaylens.dumps.maker import plan_of_run
+from replaylens.dumps.plan import DumpPlan
 from replaylens.engine.engine import Engine
-from replaylens.engine.features.rows import FeatureRows
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.records import Identifier
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.resampling.plan import Answer
 from replaylens.engine.serving.request import Request
-from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.training import embedded as embedded_plain
-from replaylens.engine.training import embedded_thinking, recipe, thinking
+from replaylens.extras.bridges import formats, neuronpedia
+from replaylens.features.rows import FeatureRows
 from replaylens.probes.controls import make_goal
 from replaylens.probes.intervals import Estimate
 from replaylens.probes.positions import Position, add_places
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.splits import by_part
+from replaylens.rollouts.plan import Answer
 from replaylens.tasks import splits, task, tokenizer
+from replaylens.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.training import embedded as embedded_plain
+from replaylens.training import embedded_thinking, recipe, thinking
 from replaylens.views import pictures
 from replaylens.views.report import report as page_of
 from tests import golden_calls, golden_more
 from tests.digests import _sparse
-from tests.engine.training.test_trainer import TINY_OF_THINKING
 from tests.golden import error
 from tests.golden_calls import HEADS, PAIR, TAILS, coin, tiny, told
+from tests.training.test_trainer import TINY_OF_THINKING
 
 GROUPS: dict[str, Callable[[], dict[str, Any]]] = {}
 

@@ -19,12 +19,12 @@ from random import Random
 import numpy as np
 import torch
 
-from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.distributions import DistanceKind, RolloutTexts, distances, divergence, outcome_curve, variation
 from replaylens.probes.forks.importance import counterfactual_importance, importance, resilience
 from replaylens.probes.forks.outcome_probe import outcome_probe
 from replaylens.probes.forks.tokens import TokenFork, draft_agreement, forking_tokens, sibling_divergence
+from replaylens.rollouts.plan import OutcomeCounts
 from tests.calibrate import Rate, table
 
 RESULT = Path("benchmarks/results/calibration_forks.json")

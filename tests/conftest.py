@@ -20,12 +20,16 @@ if not torch.cuda.is_available():  # before anything imports Triton, which reads
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # nbformat loads jsonschema, which compiles this grammar: 4 s
 
 
+from replaylens.engine.engine import Engine  # noqa: E402
+from tests.engine.coin_engine import fresh  # noqa: E402
+from tests.processes import own_certificates  # noqa: E402, F401
+
 LONG = (
-    "test_golden.py", "probes/questions/test_questions.py", "engine/thinking/test_replay.py", "engine/test_contract.py",
+    "test_golden.py", "probes/questions/test_questions.py", "thinking/test_replay.py", "engine/test_contract.py",
     "kernels/test_passes.py", "docs/test_pages.py", "views/test_report.py", "views/test_browser.py", "workbench/test_drawn.py",
     "workbench/test_grids.py",
     "probes/fitting/test_heldout.py", "probes/sweeps/test_sweep.py", "engine/loop/test_drafters.py", "test_imports.py",
-    "engine/thinking/test_model.py", "kernels/test_cpu.py", "test_demo.py", "notebooks/test_notebooks.py",
+    "thinking/test_model.py", "kernels/test_cpu.py", "test_demo.py", "notebooks/test_notebooks.py",
 )  # fmt: skip
 """files that take ten seconds and more: `make test` begins with them, so that no process is left alone with one at the end"""
 
@@ -57,3 +61,9 @@ def one_thread() -> Iterator[None]:
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook: progress bars are shown without a terminal."""
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+
+
+@pytest.fixture
+def served() -> Engine:
+    """A fresh engine of `coin-plain` that records a trace."""
+    return fresh()

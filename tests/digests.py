@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import save_file
 
 import replaylens as rl
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.model.config import Latent, MixerConfig, MixtureConfig, ModelConfig, Rope, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.serving.branch import Branch
+from replaylens.features.features import SparseFeatures
 from replaylens.probes import ProbeRows
-from tests.engine.features import tiny
+from tests.features import tiny
 from tests.mixtures import ROUTINGS
 
 FILE = Path(__file__).with_suffix(".json")

@@ -17,16 +17,16 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.resampling.rollouts import Rollout, Rollouts
+from replaylens.features.rows import FeatureRows
+from replaylens.gradients.attribution import Attribution
 from replaylens.probes import report
 from replaylens.probes.forks.change_points import ChangePoint, ChangePoints
 from replaylens.probes.forks.distributions import Distances, OutcomeCurve
 from replaylens.probes.forks.importance import Importance, Resilience
 from replaylens.probes.forks.tokens import ForkingTokens, SiblingDivergence
 from replaylens.probes.intervals import Estimate
+from replaylens.rollouts.rollouts import Rollout, Rollouts
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, LensGuess, LensLayer, Phase, Slot, Token
 from replaylens.views.pictures import Timeline, Tree
 from replaylens.views.rollouts import RolloutTree

@@ -543,8 +543,8 @@ def _features() -> dict[str, Any]:
 
 @group
 def _graphs() -> dict[str, Any]:
-    from replaylens.bridges import neuronpedia
-    from tests.workbench.test_graph import transcoder
+    from replaylens.extras.bridges import neuronpedia
+    from tests.extras.test_graph import transcoder
 
     engine = tiny()
     made = [

@@ -129,7 +129,7 @@ def reader(layers: int) -> Any:
 @group
 def _reproduce() -> dict[str, Any]:
     """The figures on models that have learnt nothing, with fewer texts; two with a stand-in for what they call."""
-    from replaylens.workbench import reproduce as module
+    from replaylens.extras import reproduce as module
 
     given: list[Any] = []
 
@@ -265,7 +265,7 @@ def _limits() -> dict[str, Any]:
 @group
 def _devices() -> dict[str, Any]:
     """Which devices a model is placed on, where there are none or two."""
-    from replaylens.engine.opening import placed_devices
+    from replaylens.weights.opening import placed_devices
 
     lists: list[Any] = [
         "cpu",

@@ -282,7 +282,7 @@ def _monitors() -> dict[str, Any]:
 
 @group
 def _resampling() -> dict[str, Any]:
-    from replaylens.engine.resampling.plan import sentence_spans
+    from replaylens.rollouts.plan import sentence_spans
 
     engine = coin()
     chain = engine.prompt("A coin's state is heads.").force(" Alice flips. Bob flips. What's the state? A: heads.")
@@ -358,7 +358,7 @@ def _resampling() -> dict[str, Any]:
 
 @group
 def _fork_statistics() -> dict[str, Any]:
-    from replaylens.engine.resampling.rollouts import OutcomeCounts
+    from replaylens.rollouts.rollouts import OutcomeCounts
 
     table = np.array([[52, 48, 0], [49, 49, 2], [51, 49, 0], [88, 10, 2], [90, 10, 0], [99, 1, 0]])
     texts = ["A coin shows heads.", " Alice waits.", " Bob flips it.", " Carol waits.", " So it", " shows tails."]
@@ -545,7 +545,7 @@ def _tasks() -> dict[str, Any]:
 
 @group
 def _dumps() -> dict[str, Any]:
-    from replaylens.engine.dump.verify import diff, verify
+    from replaylens.dumps.verify import diff, verify
 
     engine, dump = coin(), steps_dump()
     filtered = dump.where(accepted=True, token_state="accepted")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from replaylens.engine.proof.doctor import numbers
-from tests.bridges.stand_ins import Done, Message, Options, Said, Tool, installed
+from tests.extras.stand_ins import Done, Message, Options, Said, Tool, installed
 from tests.golden import bits, error
 from tests.golden_calls import HEADS, LONGER, TAILS, coin, group, rl, tasks, tiny, told
 from tests.golden_more import coin_run, report
@@ -35,7 +35,7 @@ def _evaluation() -> dict[str, Any]:
 
 
 def _lm_eval() -> dict[str, Any]:
-    from replaylens.bridges.lm_eval_model import ReplayLM
+    from replaylens.extras.bridges.lm_eval_model import ReplayLM
 
     edit = rl.Edit("S", "zero", positions=-1, layers=[3])
     engine = coin()
@@ -84,8 +84,8 @@ def _lm_eval() -> dict[str, Any]:
 
 
 def _inspect() -> dict[str, Any]:
-    from replaylens.bridges.inspect_provider import ReplayAPI, tool_calls
-    from tests.bridges.test_evaluation import CALLS, TEMPLATE, letters
+    from replaylens.extras.bridges.inspect_provider import ReplayAPI, tool_calls
+    from tests.extras.test_evaluation import CALLS, TEMPLATE, letters
 
     folder, engine, chatting = Path(mkdtemp()), coin(), letters(TEMPLATE)
     probe = rl.probes.fit_probe(coin_run(), "face", layer=3, position="query", estimator="mass-mean")
@@ -147,7 +147,7 @@ TABLE = np.array([[9, 3, 0], [7, 5, 1], [2, 11, 0], [1, 4, 8]])
 
 @cache
 def outcome_counts() -> Any:
-    from replaylens.engine.resampling.rollouts import OutcomeCounts
+    from replaylens.rollouts.rollouts import OutcomeCounts
 
     return OutcomeCounts([0, 4, 9, 11], ["a", "b", "no answer"], TABLE, ["One.", " Two.", " Three.", " Four."])
 

@@ -211,7 +211,7 @@ def _arrays() -> dict[str, Any]:
 
 @group
 def _saved_probes() -> dict[str, Any]:
-    from replaylens.bridges import formats, neuronpedia
+    from replaylens.extras.bridges import formats, neuronpedia
 
     folder, engine = Path(mkdtemp()), coin()
     rows, three = made_rows(), made_rows(3)

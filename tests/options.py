@@ -59,13 +59,13 @@ REASONS = {
     "rl.Engine.load check": "refuses, and moves no bit",
     "rl.probes.sweep jobs": "who works moves no bit",
     **dict.fromkeys(("$ doctor --ranks", "$ dump --ranks", "$ warm --processes"), "how many processes work moves no bit"),
-    **dict.fromkeys(("$ dump --ray", "$ resample --ray"), "needs a cluster: tests/engine/test_real_cluster.py"),
+    **dict.fromkeys(("$ dump --ray", "$ resample --ray"), "needs a cluster: tests/extras/test_real_cluster.py"),
     "$ resample --chat": "needs a model that chats; what it reads is tested with prompts",
 }
 """option, or "call option" -> why nothing can differ; see `reason`"""
 _SPELLINGS: dict[tuple[str, str], set[str]] = {}
 """(command, flag) -> all its names, such as --no-rejected"""
-_NOT_HERE = ("tests/gpu/", "tests/peers/", "tests/engine/test_real_cluster.py", "tests/engine/test_soak.py")
+_NOT_HERE = ("tests/gpu/", "tests/peers/", "tests/extras/test_real_cluster.py", "tests/engine/test_soak.py")
 Known = dict[str, dict[str, str | None]]
 
 

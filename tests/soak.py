@@ -26,7 +26,7 @@ from tests.engine.reference import random_decoder
 from tests.engine.test_certified import Certified, CertifiedStates, CertifiedThoughts
 from tests.engine.test_machine import CONFIG, Sessions
 from tests.engine.test_tree_machine import Trees
-from tests.engine.thinking.test_replay import Thinkers
+from tests.thinking.test_replay import Thinkers
 
 ROOT = Path(__file__).parents[1]
 THREADS = (1, 2, 3, 8, 16, 4)

@@ -66,7 +66,7 @@ REASONS = {
     "engine.request.sampling.Sampling.plain_greedy": "compares",
     "engine.request.scores": IN_A_PASS,
     "engine.request.values": "checks the arguments of calls that are within the boundary",
-    "engine.training.recipe.Tokenizer": "a protocol",
+    "training.recipe.Tokenizer": "a protocol",
     "tasks.reading.Scene": "integers and texts; called by Task, which is within the boundary",
 }
 """public names that are outside of the boundary"""
@@ -315,7 +315,7 @@ def test_no_result_depends_on_one_of_the_modes(name: str, mode: str) -> None:
 UNCALLED = {
     **dict.fromkeys([f"tasks.task.Task.{name}" for name in ("answers", "scene", "vocabulary", "write")], "abstract: texts"),
     "tasks.task.Task.next_action_chance": "abstract; see `test_probabilities_of_tasks_do_not_depend_on_the_rounding`",
-    "engine.training.recipe.Recipe.sequences": "kept from when the recipe is made",
+    "training.recipe.Recipe.sequences": "kept from when the recipe is made",
 }
 """within the boundary, as others are, but no group calls them from outside"""
 TEXTS = ("__init__", "__post_init__", "__repr__", "__str__")

@@ -17,20 +17,20 @@ from typer.testing import CliRunner
 import replaylens as rl
 from replaylens import Answer, Dump, Edit, Engine, Run, Sampling, tasks
 from replaylens.cli import app
+from replaylens.dumps.maker import make_plan, write_dump
 from replaylens.engine.display import Citable, picture, stamp_of, stamped
-from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.errors import BadDump, BadRequest, BadRollouts, FingerprintMismatch
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.records import Citation, Identifier, digest_of
-from replaylens.engine.resampling.drawing import redrawn
-from replaylens.engine.resampling.plan import ResamplePlanRecord
-from replaylens.engine.resampling.rollouts import Rollouts, WaveFolder
 from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.report import Report
+from replaylens.rollouts.drawing import redrawn
+from replaylens.rollouts.plan import ResamplePlanRecord
+from replaylens.rollouts.rollouts import Rollouts, WaveFolder
 from replaylens.views.report import ReportPage
 from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
-from tests.engine.dump.damage import flip_bit
-from tests.engine.dump.test_verify import told_parts
+from tests.dumps.damage import flip_bit
+from tests.dumps.test_verify import told_parts
 from tests.test_files import KINDS, SWEEP, a_probe
 
 ROOT = Path(__file__).parents[1]

@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from replaylens.cli import app
 from replaylens.commands import demo
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import Verification, verify
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.verify import Verification, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.probes import sweeps
 from replaylens.probes.report import Report
-from tests.engine.dump.damage import flip_bit
+from tests.dumps.damage import flip_bit
 
 EXAMPLES = 20
 HELD_OUT, PERMUTATIONS = 8, 19

@@ -23,7 +23,6 @@ from replaylens.cli import app
 from replaylens.engine.display import Citable
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnsupportedModel
-from replaylens.engine.model.families import FAMILIES
 from replaylens.extend import check
 from replaylens.probes.errors import BadPosition, ProbeError
 from replaylens.probes.registry import ESTIMATORS, Estimator
@@ -31,6 +30,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
 from replaylens.tasks.coin import Coin
 from replaylens.tasks.errors import BadTask
+from replaylens.weights.families import FAMILIES
 from replaylens.workbench.patch import PatchResult
 from tests.families import hugging_face
 

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 
-from replaylens.bridges.formats import from_probebench, to_probebench
 from replaylens.commands.cited import check_figure, check_report
 from replaylens.commands.reporting import NOT_DONE, OUT_OF_REACH, exit_code
 from replaylens.engine import files
@@ -31,8 +30,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import Fingerprint
-from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training.trainer import load_state, save_state
+from replaylens.extras.bridges.formats import from_probebench, to_probebench
 from replaylens.probes import report as report_module
 from replaylens.probes.errors import BadProbeFile, SweepMismatch
 from replaylens.probes.probe import LinearProbe
@@ -41,6 +39,8 @@ from replaylens.probes.rows import Cell
 from replaylens.probes.sweeps import SweepCache, check_parts
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.errors import TaskError
+from replaylens.training import embedded as zoo
+from replaylens.training.trainer import load_state, save_state
 from replaylens.views.report import ReportPage
 from tests.drawings import rollout_tree, timeline
 

@@ -18,7 +18,7 @@ import replaylens
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
-CORE: tuple[tuple[str, ...], ...] = (
+SPINE: tuple[tuple[str, ...], ...] = (
     ("boundary",),
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
@@ -30,49 +30,49 @@ CORE: tuple[tuple[str, ...], ...] = (
     ("engine/proof",),
     ("engine/loop",),
     ("engine/serving",),
-    ("engine/transformer_lens", "engine/zoo"),
-    ("engine/opening",),
+    ("engine/transformer_lens",),
     ("engine/engine",),
 )
-"""the core from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
-SATELLITES = {
-    "engine/features": (),
-    "engine/gradients": (),
-    "engine/resampling": (),
-    "engine/thinking": (),
-    "engine/replay": (),
-    "engine/dump": ("engine/replay",),
-    "engine/training": ("engine/thinking",),
-    "engine/cluster": ("engine/dump", "engine/resampling"),
+"""the engine from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
+SHELF = {
+    "features": (),
+    "gradients": (),
+    "rollouts": (),
+    "weights": (),
+    "thinking": ("weights",),
+    "replay": (),
+    "dumps": ("replay",),
+    "training": ("thinking", "weights"),
 }
-"""rooms around the core: each may import the core, and of the others only those named here"""
+"""rooms beside the engine: each may import the spine, and of the others only those named here"""
 FACES = (
     ("probes",),
     ("errors",),
     ("views",),
-    ("bridges",),
     ("workbench",),
-    ("extras",),
     ("extend",),
     ("commands",),
     ("cli",),
     ("__main__",),
+    ("extras",),
 )
-"""what people see, from the bottom up: a face may import the core, all satellites and the faces below"""
+"""what people see, from the bottom up: a face may import the spine, the shelf and the faces below. What a few need is on top:
+nothing imports `extras`, and everything else works without it"""
 DOORS = {
     "tasks": {"engine/machine"},
     "boundary": {"engine/errors", "engine/model", "engine/request"},
-    "engine/serving": {"engine/gradients", "engine/resampling", "views"},
-    "engine/engine": {"engine/replay"},
-    "engine/features": {"views"},
-    "engine/resampling": {"views"},
-    "engine/thinking": {"views"},
-    "engine/replay": {"engine/dump", "engine/resampling", "views"},
-    "engine/dump": {"engine/features"},
+    "engine/proof": {"weights"},
+    "engine/serving": {"gradients", "rollouts", "views", "weights"},
+    "engine/engine": {"replay", "weights"},
+    "features": {"views"},
+    "rollouts": {"views"},
+    "thinking": {"views"},
+    "replay": {"dumps", "rollouts", "views"},
+    "dumps": {"features", "weights"},
     "probes": {"views"},
 }
 """what a room may import only within functions, when a verb needs it, or for type checkers"""
-ROOMS = (*CORE, tuple(SATELLITES), *FACES)
+ROOMS = (*SPINE, tuple(SHELF), *FACES)
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 TYPES_ONLY = {"__init__"}
 """may name anything for type checkers, and imports only the boundary at run time"""
@@ -155,8 +155,8 @@ def imports(source: str) -> Imports:
 
 def may_import(room: str, other: str) -> bool:
     """Whether a room may import another when it is loaded."""
-    if room in SATELLITES and other in SATELLITES:
-        return other in SATELLITES[room]
+    if room in SHELF and other in SHELF:
+        return other in SHELF[room]
     return FLOOR[other] < FLOOR[room]
 
 
@@ -193,9 +193,8 @@ def module_of(file: Path) -> str:
 def modules() -> dict[str, Path]:
     """All files of the package by dotted name. Each link is followed once."""
     files = [file for link in LINKS for file in (ROOT / link).rglob("*.py")]
-    files += [
-        file for folder in ("views", "bridges", "workbench", "extras", "commands") for file in (PACKAGE / folder).rglob("*.py")
-    ]
+    folders = [folder for folder in PACKAGE.iterdir() if folder.is_dir() and not folder.is_symlink()]
+    files += [file for folder in folders for file in folder.rglob("*.py")]
     return {module_of(file): file for file in sorted([*files, *PACKAGE.glob("*.py")])}
 
 
@@ -269,20 +268,20 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
         "from replaylens.engine.memory.tree import BranchTree",
         "engine/request imports engine/memory",
     ),
-    "a satellite and another": (
-        "engine/features",
-        "def f():\n    from replaylens.engine.dump.reader import Dump",
-        "engine/features imports engine/dump",
+    "a room of the shelf and another": (
+        "features",
+        "def f():\n    from replaylens.dumps.reader import Dump",
+        "features imports dumps",
     ),
     "a door at the top": (
         "engine/serving",
         "from replaylens.views.pictures import Tree",
         "engine/serving imports views when it is loaded",
     ),
-    "the core and a satellite": (
+    "the spine and the shelf": (
         "engine/loop",
-        "def f():\n    from replaylens.engine.dump.reader import Dump",
-        "engine/loop imports engine/dump",
+        "def f():\n    from replaylens.dumps.reader import Dump",
+        "engine/loop imports dumps",
     ),
     "engine above itself": (
         "engine/engine",
@@ -337,8 +336,8 @@ def test_checker_finds_what_is_planted(plant: str) -> None:
         ("engine/engine", "import replaylens\nprint(replaylens.__version__)"),
         ("engine/loop", "from replaylens.engine.loop.lane import Turn"),
         ("engine/serving", "def f():\n    from replaylens.views.pictures import Tree"),
-        ("engine/dump", "from replaylens.engine.engine import Engine\nfrom replaylens.engine.replay.run import Run"),
-        ("views", "from replaylens.engine.dump.reader import Dump\nfrom replaylens.probes import rows"),
+        ("dumps", "from replaylens.engine.engine import Engine\nfrom replaylens.replay.run import Run"),
+        ("views", "from replaylens.dumps.reader import Dump\nfrom replaylens.probes import rows"),
         ("__init__", "if TYPE_CHECKING:\n    from replaylens.engine.engine import Engine"),
         ("kernels", "import triton.language as tl"),
         ("tasks", "from replaylens.tasks.coin import Coin"),
@@ -416,15 +415,15 @@ def fresh(lines: list[str]) -> dict[str, Any]:
 
 
 def test_a_trip_loads_only_the_rooms_that_it_needs(lines: list[str]) -> None:
-    """A plain model needs the core alone, and reading a dump no engine. Control: a Thinking-States model needs satellites."""
+    """A plain model needs the spine and weights, and reading a dump no engine. Control: a Thinking-States model needs more."""
     for most, line in zip(TRIPS.values(), lines[1:-1], strict=True):
         loaded = line.split()
-        satellites = [name for name in loaded if room_of(name) in {*SATELLITES, *(room for rooms in FACES for room in rooms)}]
+        beside = [name for name in loaded if room_of(name) in {*SHELF, *(room for rooms in FACES for room in rooms)}]
         if most:
             assert len(loaded) <= most
-            assert {room_of(name) for name in satellites} <= {"engine/dump", "engine/thinking"}, satellites
+            assert {room_of(name) for name in beside} <= {"dumps", "weights", "thinking"}, beside
         else:
-            assert len(satellites) > 5
+            assert len(beside) > 5
 
 
 def test_triton_is_not_needed_to_list_benchmarks(lines: list[str]) -> None:

@@ -600,8 +600,8 @@ effects("rl.attribution_graph", lambda **o: rl.attribution_graph(*graphed(), **o
 
 @cache
 def graphed() -> Any:
+    from tests.extras.test_graph import transcoder
     from tests.golden_calls import tiny
-    from tests.workbench.test_graph import transcoder
 
     sizes = ((80, 40, 12), (82, 12), (84, 12, 40), (86, 40))
     return (
@@ -943,7 +943,7 @@ effects("rl.Engine.run_with_hooks", with_a_start, prepend_bos=(False, True, lamb
 
 
 def of_results(**given: Any) -> Any:
-    from replaylens.engine.dump.maker import plan_of_run
+    from replaylens.dumps.maker import plan_of_run
 
     run = coin_run()
     plan = plan_of_run(coin(), run[0].example.maker, [0], run.options)
@@ -1759,7 +1759,7 @@ flagged(
 @cache
 def damaged() -> str:
     """A dump of which one bit was changed, which no index tells."""
-    from tests.engine.dump.damage import flip_bit
+    from tests.dumps.damage import flip_bit
 
     made = coin().replay(tasks.get("coin")(flips=(1, 4)).examples(30), sites="S").save(Path(mkdtemp()) / "damaged")
     (shard,) = Path(made.url).rglob("*.safetensors")
@@ -1876,7 +1876,7 @@ flagged(
 )
 flagged(
     "fetch",
-    passed_to("replaylens.engine.model.hub.fetch", "fetch", "smollm2"),
+    passed_to("replaylens.weights.hub.fetch", "fetch", "smollm2"),
     accept_terms=(False, True, lambda a, b: (a[2], b[2]) == (False, True)),
 )
 

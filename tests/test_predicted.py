@@ -15,24 +15,24 @@ import torch
 import replaylens as rl
 from replaylens.commands import probe as command
 from replaylens.commands.training import Changes, changed_thinking
-from replaylens.engine.dump import feed as feeds
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.store import Store
-from replaylens.engine.dump.verify import verify
+from replaylens.dumps import feed as feeds
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.store import Store
+from replaylens.dumps.verify import verify
 from replaylens.engine.errors import ModelMismatch
-from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.lens.lens import LensSpec, statistics
-from replaylens.engine.model import check, gguf
 from replaylens.engine.proof import certificates
-from replaylens.engine.thinking.thoughts import Thought
-from replaylens.engine.training import embedded_thinking as thinking_zoo
-from replaylens.engine.training.thinking import METHODS
+from replaylens.extras.graph import Graph, Node
+from replaylens.gradients.attribution import Attribution
 from replaylens.kernels import definition
 from replaylens.probes.estimators import SparseProbe
 from replaylens.probes.forks.outcome_probe import GAIN, LOSS, _say
 from replaylens.probes.report import summarise, verdict_of
-from replaylens.workbench.graph import Graph, Node
-from tests.bridges.stand_ins import installed
+from replaylens.thinking.thoughts import Thought
+from replaylens.training import embedded_thinking as thinking_zoo
+from replaylens.training.thinking import METHODS
+from replaylens.weights import check, gguf
+from tests.extras.stand_ins import installed
 
 coins = rl.tasks.get("coin")
 
@@ -95,7 +95,7 @@ def test_the_window_of_a_dump_bounds_what_is_rejected(engine: rl.Engine, tmp_pat
 
 def _made_again(engine: rl.Engine, dump: Dump, folder: Path) -> Dump:
     """From the plan alone."""
-    from replaylens.engine.dump.maker import write_dump
+    from replaylens.dumps.maker import write_dump
 
     made = write_dump(engine, dump.manifest.plan, folder)
     assert made is not None
@@ -397,7 +397,7 @@ class Rows:
 
 def test_a_feature_for_the_viewer(engine: rl.Engine) -> None:
     """Paths by their strongest activation, silent ones left out; frequencies count what is above zero, of all rows."""
-    from replaylens.bridges import neuronpedia
+    from replaylens.extras.bridges import neuronpedia
 
     paths = {"weak": (0.0, 1.0, 0.0), "silent": (0.0, 0.0, -1.0), "strong": (0.0, 3.0, 2.0)}
     branches = [engine.prompt("A coin's state") for _ in paths]
@@ -423,7 +423,7 @@ def test_requests_are_seeded_by_their_place_in_the_list(engine: rl.Engine) -> No
     prompts = [f"A coin's state is {face}. {name} flips." for face, name in product(("heads", "tails"), ("Alice", "Bob"))]
     prompts.append(prompts[0])
     with installed():
-        from replaylens.bridges.lm_eval_model import ReplayLM
+        from replaylens.extras.bridges.lm_eval_model import ReplayLM
 
         model, options = ReplayLM(engine, batch_size=2, seed=7), {"max_gen_toks": 4, "temperature": 4.0, "do_sample": True}
         found = model.generate_until([SimpleNamespace(args=(each, dict(options))) for each in prompts], disable_tqdm=True)

@@ -16,15 +16,15 @@ from IPython.core.oinspect import _render_signature
 from mypy import api
 
 import replaylens as rl
-from replaylens.engine.cluster import dump_on_cluster
-from replaylens.engine.dump.maker import PlanKeywords, ReplayKeywords, make_plan
+from replaylens.dumps.maker import PlanKeywords, ReplayKeywords, make_plan
 from replaylens.engine.request.values import defines, named_options
 from replaylens.engine.serving.branch import ResampleKeywords
 from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords
 from replaylens.engine.serving.request import GenerateKeywords, Request
 from replaylens.engine.terminal import hidden
-from replaylens.engine.thinking.core import ThinkingEngine
+from replaylens.extras.cluster import dump_on_cluster
 from replaylens.probes.settings import SweepKeywords, SweepSettings
+from replaylens.thinking.core import ThinkingEngine
 
 ROOT = Path(__file__).parents[1]
 CONFIG = f"""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.reader import Dump
 from replaylens.probes.intervals import mean_over_groups
 from replaylens.probes.report import Report
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
-from replaylens.engine.resampling.plan import sentence_spans
-from replaylens.engine.resampling.rollouts import OutcomeCounts, Rollouts
 from replaylens.probes.intervals import Estimate, mean_over_groups
+from replaylens.rollouts.plan import sentence_spans
+from replaylens.rollouts.rollouts import OutcomeCounts, Rollouts
 from replaylens.tasks import Example
 
 OUT = Path(__file__).parents[2] / "benchmarks" / "results"

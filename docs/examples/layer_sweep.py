@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import replaylens as rl
-from replaylens.engine.dump.maker import make_plan, write_dump
+from replaylens.dumps.maker import make_plan, write_dump
 
 
 def main(out: Path, examples: int = 300) -> None:

@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 
 import replaylens as rl
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.verify import verify
 from replaylens.engine.display import word
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import verify
-from replaylens.engine.model import hub
 from replaylens.probes import ProbeRows, untrained_rows
 from replaylens.probes.intervals import ratio_over_groups
 from replaylens.probes.questions.forced import forced_rows
@@ -30,6 +29,7 @@ from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.splits import fold_of_groups
 from replaylens.tasks import Example
 from replaylens.views.report import ReportPage
+from replaylens.weights import hub
 
 LENGTHS = (1, 2, 3, 4)
 LAYERS = (0, 6, 12, 18, 24, 29)

@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from replaylens.engine.thinking import model as thinking
-from replaylens.engine.thinking.model import ThinkingDecoder
-from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training import thinking as plain
-from replaylens.engine.training.recipe import Part
-from replaylens.engine.training.thinking import ChunkTable, chunked
 from replaylens.tasks import WordTokenizer
+from replaylens.thinking import model as thinking
+from replaylens.thinking.model import ThinkingDecoder
+from replaylens.training import embedded as zoo
+from replaylens.training import thinking as plain
+from replaylens.training.recipe import Part
+from replaylens.training.thinking import ChunkTable, chunked
 
 VARIABLES = Part("variables", 1.0)
 EXAMPLES = 200

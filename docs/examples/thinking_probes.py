@@ -16,12 +16,12 @@ import pandas as pd
 import torch
 
 import replaylens as rl
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.reader import Dump
 from replaylens.probes import ProbeRows
 from replaylens.probes.report import Report
 from replaylens.tasks import Example
+from replaylens.thinking.core import ThinkingBranch, ThinkingEngine
 
 FLIPS = (2, 8)
 LABELS = ["face", "flips", "name", "start", "last_action"]

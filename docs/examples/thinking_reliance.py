@@ -20,16 +20,16 @@ import torch
 
 import replaylens as rl
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.thinking.core import ThinkingEngine
-from replaylens.engine.thinking.model import ThinkingConfig, ThinkingDecoder
-from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training import embedded_thinking as thinking_zoo
-from replaylens.engine.training import thinking
-from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.recipe import Part
-from replaylens.engine.training.score import score
-from replaylens.engine.training.thinking import ChunkTable, ThinkingRecipe, chunked
 from replaylens.tasks import WordTokenizer
+from replaylens.thinking.core import ThinkingEngine
+from replaylens.thinking.model import ThinkingConfig, ThinkingDecoder
+from replaylens.training import embedded as zoo
+from replaylens.training import embedded_thinking as thinking_zoo
+from replaylens.training import thinking
+from replaylens.training import thinking as thinking_train
+from replaylens.training.recipe import Part
+from replaylens.training.score import score
+from replaylens.training.thinking import ChunkTable, ThinkingRecipe, chunked
 
 PARITY = Part("coin", 1.0, (("rendering", "states"),))
 SHAPE = ModelConfig(

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import replaylens as rl
+from replaylens.dumps.verify import verify
 from replaylens.engine.display import word
-from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.replay.run import Run
-from replaylens.engine.thinking.core import ThinkingEngine
 from replaylens.probes.sweeps import sweep
+from replaylens.replay.run import Run
+from replaylens.thinking.core import ThinkingEngine
 from replaylens.views.data import Frame, Phase
 from replaylens.views.pictures import Timeline
 from replaylens.views.report import ReportPage

@@ -34,10 +34,10 @@ from replaylens.engine.terminal import defer_interrupt
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from replaylens.engine.gradients.gradients import AnyMetric, Gradients
-    from replaylens.engine.resampling.drawing import Replacement
-    from replaylens.engine.resampling.plan import Answer, ForkPositions, KeptPlaces
-    from replaylens.engine.resampling.rollouts import Rollout, Rollouts
+    from replaylens.gradients.gradients import AnyMetric, Gradients
+    from replaylens.rollouts.drawing import Replacement
+    from replaylens.rollouts.plan import Answer, ForkPositions, KeptPlaces
+    from replaylens.rollouts.rollouts import Rollout, Rollouts
     from replaylens.views.pictures import Timeline, Tree
 
 # ---- lifetime --------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class Branch(NotCopyable):
         The path is computed again, alone, in one canonical forward and one backward pass. So the bits depend on weights, path
         and edits only. Gradients are those of the values after edits: added vectors let them pass, replaced rows stop them.
         """
-        from replaylens.engine.gradients.branches import gradients
+        from replaylens.gradients.branches import gradients
 
         return gradients(self, metric, sites)
 
@@ -473,8 +473,8 @@ class Branch(NotCopyable):
         >>> root.resample(20, max_new=2, answer=Answer.regex("heads|tails")).outcomes().outcomes
         ['tails']
         """
-        from replaylens.engine.resampling.drawing import drawn, drawn_until_settled, plan_rollouts
-        from replaylens.engine.resampling.rollouts import Rollouts
+        from replaylens.rollouts.drawing import drawn, drawn_until_settled, plan_rollouts
+        from replaylens.rollouts.rollouts import Rollouts
 
         plan, most = plan_rollouts(self, n, at, sampling, max_new, answer, sites, keep, replace, wave)
         if settle is not None:
@@ -492,7 +492,7 @@ class Branch(NotCopyable):
         """Yield the rollouts of `resample` in their order, wave by wave. What is not yielded yet is not drawn, and what is not
         held is not kept. With a `folder`, those of finished waves are yielded again, from their files, and one more wave is
         drawn: the last one is written meanwhile."""
-        from replaylens.engine.resampling.drawing import drawn, plan_rollouts
+        from replaylens.rollouts.drawing import drawn, plan_rollouts
 
         plan, wave = plan_rollouts(self, n, **options)
         return drawn(self, plan, wave, folder, progress, ahead=folder is not None)

@@ -18,10 +18,10 @@ from scipy.special import gammaln, logsumexp
 
 from replaylens.engine.display import Citable
 from replaylens.engine.request.values import as_int
-from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import PRIOR, shares, variation, whole_counts
 from replaylens.probes.intervals import LEVEL
+from replaylens.rollouts.plan import OutcomeCounts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def change_points(
     prior  of each outcome in the Dirichlet prior of a stretch: 0.5 is that of Jeffreys
 
     >>> import numpy as np
-    >>> from replaylens.engine.resampling.plan import OutcomeCounts
+    >>> from replaylens.rollouts.plan import OutcomeCounts
     >>> table = np.array([[51, 49], [47, 53], [52, 48], [96, 4], [97, 3]])
     >>> found = change_points(OutcomeCounts([0, 3, 6, 9, 12], ["a", "b"], table, ["One.", "Two.", "Three.", "Four.", "Five."]))
     >>> found.shown, [(point.text, point.low, point.high) for point in found.points]

@@ -11,11 +11,11 @@ from scipy import special, stats
 
 from replaylens.engine.display import Citable
 from replaylens.engine.records import Identifier
-from replaylens.engine.resampling.plan import OutcomeCounts, sentence_spans
-from replaylens.engine.resampling.rollouts import Rollouts
 from replaylens.probes.checks import as_draws, mask_of
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.intervals import LEVEL
+from replaylens.rollouts.plan import OutcomeCounts, sentence_spans
+from replaylens.rollouts.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -395,7 +395,7 @@ def outcome_curve(counts: OutcomeCounts, *, level: float = LEVEL, joint: bool = 
            (exact binomial intervals, Bonferroni); otherwise each holds by itself (Jeffreys)
 
     >>> import numpy as np
-    >>> from replaylens.engine.resampling.plan import OutcomeCounts
+    >>> from replaylens.rollouts.plan import OutcomeCounts
     >>> counts = OutcomeCounts([5, 9], ["heads", "tails"], np.array([[52, 48], [97, 3]]), ["Alice flips.", "Bob waits."])
     >>> outcome_curve(counts).frame[["probability", "low", "high"]].round(3).values.tolist()[2]
     [0.97, 0.922, 0.991]

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from replaylens.engine.display import Citable
-from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import (
     MEASURES,
@@ -31,6 +30,7 @@ from replaylens.probes.forks.distributions import (
     with_known_means,
 )
 from replaylens.probes.intervals import LEVEL
+from replaylens.rollouts.plan import OutcomeCounts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,7 +158,7 @@ def importance(
     counts  one row per unit, in order, with no unit left out: the rollouts with a unit are those from before the next one
 
     >>> import numpy as np
-    >>> from replaylens.engine.resampling.plan import OutcomeCounts
+    >>> from replaylens.rollouts.plan import OutcomeCounts
     >>> counts = OutcomeCounts([0, 4, 8], ["a", "b"], np.array([[50, 50], [48, 52], [95, 5]]), ["One.", "Two.", "Three."])
     >>> importance(counts).frame[["text", "plug_in", "shown"]].round(3).values.tolist()
     [['One.', 0.02, False], ['Two.', 0.47, True]]

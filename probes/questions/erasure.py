@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int
 from replaylens.probes.causal import InterventionRunner, Subject, Variant, difference, line_of, line_of_placebos, refits, steer
 from replaylens.probes.checks import PLACEBO_BYTES, as_draws, example_list, layer_list, names
@@ -20,6 +19,7 @@ from replaylens.probes.probe import fit_probe, placebo_probes
 from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import unseen
+from replaylens.replay.run import Run
 from replaylens.tasks.task import Example
 
 # ---- amnesic ---------------------------------------------------------------------------------------------------------

@@ -8,11 +8,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from replaylens.engine.dump.maker import make_plan
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.maker import make_plan
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.replay.replayer import Result, prompt_of, result_of
-from replaylens.engine.replay.run import Run
 from replaylens.probes.areas import balanced_accuracy
 from replaylens.probes.causal import held
 from replaylens.probes.controls import Goal, make_goal, token_identity
@@ -26,6 +24,8 @@ from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import Split, apart, by_answer, by_root
+from replaylens.replay.replayer import Result, prompt_of, result_of
+from replaylens.replay.run import Run
 from replaylens.tasks.splits import is_test_root
 from replaylens.tasks.task import Example
 

@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.errors import UnknownSite
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.values import as_int
 from replaylens.probes.areas import area, area_gains
 from replaylens.probes.checks import folds_and_seed
@@ -22,6 +21,7 @@ from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import ProbeRows, make_target
 from replaylens.probes.solvers import one_hot, solve
 from replaylens.probes.splits import Split, by_root
+from replaylens.replay.run import Run
 
 BASELINES = ("kl", "entropy", "logprob")
 MINUS = ", minus the three and the token"

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.replay.run import Run
 from replaylens.probes.areas import balanced_accuracy
 from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.controls import (
@@ -33,6 +32,7 @@ from replaylens.probes.questions.forced import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split, fold_of_groups
+from replaylens.replay.run import Run
 
 # ---- transfer --------------------------------------------------------------------------------------------------------
 # `transfer`: do probes fitted on accepted branches read rejected ones, and how much is due to shared prefixes?

@@ -12,23 +12,23 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import errors as errors
     from replaylens import probes as probes
     from replaylens import tasks as tasks
-    from replaylens.engine.dump.reader import Dump as Dump
+    from replaylens.dumps.reader import Dump as Dump
     from replaylens.engine.engine import Engine as Engine
-    from replaylens.engine.features.features import SparseFeatures as SparseFeatures
-    from replaylens.engine.gradients.attribution import attribution_patching as attribution_patching
-    from replaylens.engine.gradients.attribution import integrated_gradients as integrated_gradients
     from replaylens.engine.proof.trace import Trace as Trace
-    from replaylens.engine.replay.run import Run as Run
     from replaylens.engine.request.edits import Edit as Edit
     from replaylens.engine.request.sampling import Sampling as Sampling
-    from replaylens.engine.resampling.plan import Answer as Answer
-    from replaylens.engine.resampling.rollouts import Rollouts as Rollouts
     from replaylens.engine.serving.branch import Branch as Branch
     from replaylens.engine.serving.conversation import Conversation as Conversation
+    from replaylens.extras.attribution import attribution_graph as attribution_graph
+    from replaylens.features.features import SparseFeatures as SparseFeatures
+    from replaylens.gradients.attribution import attribution_patching as attribution_patching
+    from replaylens.gradients.attribution import integrated_gradients as integrated_gradients
+    from replaylens.replay.run import Run as Run
+    from replaylens.rollouts.plan import Answer as Answer
+    from replaylens.rollouts.rollouts import Rollouts as Rollouts
     from replaylens.views.report import report as report
     from replaylens.workbench.ablate import ablate as ablate
     from replaylens.workbench.attention import attention as attention
-    from replaylens.workbench.attribution import attribution_graph as attribution_graph
     from replaylens.workbench.compare import compare as compare
     from replaylens.workbench.dla import dla as dla
     from replaylens.workbench.lens import lens as lens
@@ -44,25 +44,25 @@ PUBLISHED = ""
 boundary.install()
 
 _WHERE = {
-    "Answer": "replaylens.engine.resampling.plan:Answer",
+    "Answer": "replaylens.rollouts.plan:Answer",
     "Branch": "replaylens.engine.serving.branch:Branch",
     "Conversation": "replaylens.engine.serving.conversation:Conversation",
-    "Dump": "replaylens.engine.dump.reader:Dump",
+    "Dump": "replaylens.dumps.reader:Dump",
     "Edit": "replaylens.engine.request.edits:Edit",
     "Engine": "replaylens.engine.engine:Engine",
-    "Rollouts": "replaylens.engine.resampling.rollouts:Rollouts",
-    "Run": "replaylens.engine.replay.run:Run",
+    "Rollouts": "replaylens.rollouts.rollouts:Rollouts",
+    "Run": "replaylens.replay.run:Run",
     "Sampling": "replaylens.engine.request.sampling:Sampling",
-    "SparseFeatures": "replaylens.engine.features.features:SparseFeatures",
+    "SparseFeatures": "replaylens.features.features:SparseFeatures",
     "Trace": "replaylens.engine.proof.trace:Trace",
     "ablate": "replaylens.workbench.ablate:ablate",
     "attention": "replaylens.workbench.attention:attention",
-    "attribution_graph": "replaylens.workbench.attribution:attribution_graph",
-    "attribution_patching": "replaylens.engine.gradients.attribution:attribution_patching",
+    "attribution_graph": "replaylens.extras.attribution:attribution_graph",
+    "attribution_patching": "replaylens.gradients.attribution:attribution_patching",
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
     "errors": "replaylens.errors",
-    "integrated_gradients": "replaylens.engine.gradients.attribution:integrated_gradients",
+    "integrated_gradients": "replaylens.gradients.attribution:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
     "path_patch": "replaylens.workbench.patch:path_patch",

@@ -26,9 +26,9 @@ from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 INNER = """
-boundary cli commands kernels engine.errors engine.terminal engine.zoo
-engine.loop engine.memory engine.passes engine.thinking.blocks engine.thinking.graphs
-engine.model.config engine.model.decoder engine.model.family engine.model.families engine.model.layers
+boundary cli commands kernels engine.errors engine.terminal weights.zoo
+engine.loop engine.memory engine.passes thinking.blocks thinking.graphs
+engine.model.config engine.model.decoder weights.family weights.families engine.model.layers
 engine.model.mixers engine.model.modes engine.model.ops engine.model.sites.layer_of
 engine.lens.lens.KnownLenses engine.lens.lens.log_softmax engine.lens.lens.read_there engine.lens.lens.statistics
 engine.request.placed engine.request.scores engine.request.values engine.request.edits.listed
@@ -39,7 +39,7 @@ engine.request.sampling.Sampling.bare engine.request.sampling.Sampling.plain_gre
 engine.request.capture.Recording.add engine.request.capture.Recording.end engine.request.capture.with_keys
 tasks.boxes tasks.coin tasks.coin_resets tasks.coins tasks.counts tasks.fork tasks.hops tasks.shell tasks.texts
 tasks.variables tasks.words tasks.reading.Scene tasks.task.Draws
-engine.dump.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.serving.lock.EngineLock.alone
+dumps.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.serving.lock.EngineLock.alone
 engine.model.text.Text.decode engine.model.text.Text.eos_id probes.controls.Goal.outputs
 """
 """what is not enclosed: what runs within passes, what computes no floats, and the command line, which has no caller"""

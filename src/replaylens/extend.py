@@ -26,16 +26,11 @@ from torch import Tensor
 
 import replaylens as rl
 from replaylens import tasks
-from replaylens.engine import zoo
 from replaylens.engine.display import Citable
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, EngineError, NoGradient, nearest, no_such
-from replaylens.engine.model.check import as_defined, blocks_of
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.families import FAMILIES
-from replaylens.engine.model.hub import PACKAGED, fetched_folder
-from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.sites import GLOBAL_SITES, KEY_SITES, layer_sites
 from replaylens.engine.request.edits import Edit
@@ -43,6 +38,11 @@ from replaylens.probes.registry import ESTIMATORS, Estimator
 from replaylens.tasks.conformance import BrokenPromise
 from replaylens.tasks.registry import load as load_task
 from replaylens.tasks.registry import module_of
+from replaylens.weights import zoo
+from replaylens.weights.check import as_defined, blocks_of
+from replaylens.weights.families import FAMILIES
+from replaylens.weights.hub import PACKAGED, fetched_folder
+from replaylens.weights.loading import load
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,7 +139,7 @@ def _a(kinds: Sequence[str]) -> str:
 PLACES: dict[str, dict[str, str]] = {
     "task": {"tasks/registry.py": '"{name}"', "docs/tasks.md": "## {name}", "tests/tasks/conftest.py": '"{name}"'},
     "family": {
-        "engine/model/families/__init__.py": '"{name}"',
+        "src/replaylens/weights/families/__init__.py": '"{name}"',
         "docs/models.md": "{name}",
         "tests/families.py tests/mixtures.py tests/tiny_shapes.py": "{config}",
     },
@@ -175,7 +175,7 @@ def _own(kind: str) -> set[str]:
             return {name for name, made in views().items() if made.__module__.startswith("replaylens.")}
         case "site":
             return {*LAYER_NAMES, *GLOBAL_SITES}
-    file = {"family": "engine/model/families/__init__.py", "estimator": "probes/registry.py"}[kind]
+    file = {"family": "src/replaylens/weights/families/__init__.py", "estimator": "probes/registry.py"}[kind]
     text = (ROOT / file).read_text(encoding="utf-8")
     return {name for name in (FAMILIES if kind == "family" else ESTIMATORS) if f'"{name}"' in text}
 

@@ -80,8 +80,8 @@ NOT_RUN = {
     "docs/tasks.md": {'model = rl.Engine.load("smollm2")': NETWORK},
     "docs/branches.md": {'model = rl.Engine.load("smollm2")': NETWORK, "talk = rl.Conversation": NETWORK},
     "docs/dumps.md": {"from sae_lens import": PEER, "replaylens verify replaylens:": "stands for any identifier"},
-    "docs/bridges.md": {"inspect eval": EXTRA, "python -m replaylens.bridges.lm_eval_model": EXTRA},
-    "docs/models.md": {"replaylens train": MINUTES, "from replaylens.engine.training.thinking import train": MINUTES},
+    "docs/bridges.md": {"inspect eval": EXTRA, "python -m replaylens.extras.bridges.lm_eval_model": EXTRA},
+    "docs/models.md": {"replaylens train": MINUTES, "from replaylens.training.thinking import train": MINUTES},
 }
 """page -> prefixes of shell lines and Python blocks that are not run, each with its reason"""
 

@@ -24,15 +24,15 @@ from mkdocs.config import load_config
 import replaylens as rl
 from replaylens.cli import main
 from replaylens.commands import training
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.model import hub
-from replaylens.engine.model.families import FAMILIES
+from replaylens.dumps.reader import Dump
 from replaylens.engine.model.sites import GLOBAL_SITES, layer_sites
 from replaylens.extend import views
 from replaylens.probes import forks
 from replaylens.probes.registry import ESTIMATORS
 from replaylens.probes.settings import SweepSettings
 from replaylens.tasks import registry
+from replaylens.weights import hub
+from replaylens.weights.families import FAMILIES
 from tests.docs.blocks import NOTES, PAGES, ROOT, Block, anchors, blocks, links
 from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALLER
 from tests.test_imports import CORE, FACES, SATELLITES

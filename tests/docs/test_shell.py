@@ -22,14 +22,14 @@ from replaylens.commands.dump import KEPT
 from replaylens.commands.options import FETCHED
 from replaylens.commands.report import TREES
 from replaylens.commands.reporting import in_shell_words
-from replaylens.engine.dump.plan import FORMS, POSITIONS
+from replaylens.dumps.plan import FORMS, POSITIONS
 from replaylens.engine.errors import SlowCluster
-from replaylens.engine.model import hub
-from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training import embedded_thinking as thinking_zoo
-from replaylens.engine.zoo import PLAIN, THINKING
+from replaylens.training import embedded as zoo
+from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.views.page import MAX_TREES
-from tests.engine.dump.damage import edit_manifest
+from replaylens.weights import hub
+from replaylens.weights.zoo import PLAIN, THINKING
+from tests.dumps.damage import edit_manifest
 
 COLOUR = re.compile(r"\x1b\[[\d;]*(3[0-7]|9[0-7]|38;|4[0-7])[\d;]*m")
 """an escape sequence that sets a colour; bold and underline do not count"""

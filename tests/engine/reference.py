@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.lens import lens
-from replaylens.engine.model import loading, sites
+from replaylens.engine.model import sites
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Linear
@@ -26,6 +26,7 @@ from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.weights import loading
 from tests.families import hugging_face
 
 GREEDY = Sampling()

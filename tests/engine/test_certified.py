@@ -25,12 +25,12 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.thinking.core import ThinkingEngine
-from replaylens.engine.thinking.model import ThinkingDecoder
 from replaylens.kernels.definition import CHUNK
+from replaylens.thinking.core import ThinkingEngine
+from replaylens.thinking.model import ThinkingDecoder
 from tests.engine.reference import random_decoder, same_bits, wrong_fast_path
 from tests.engine.test_machine import CONFIG, DeltaNets
-from tests.engine.thinking.reference import BASE, random_prompt, thinking_model
+from tests.thinking.reference import BASE, random_prompt, thinking_model
 
 SITES = "STCZ"
 ON = Sampling(ignore_eos=True)

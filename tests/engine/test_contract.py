@@ -31,7 +31,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import Request as ServedRequest
-from replaylens.engine.training import embedded as zoo
+from replaylens.training import embedded as zoo
 from tests.devices import DEVICES, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
 from tests.families import MORE, NAMES, NEW_WIRINGS

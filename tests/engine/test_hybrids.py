@@ -26,7 +26,6 @@ from replaylens.engine.memory.cache import RoomPlan, cache_bytes, kv_bytes, requ
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.memory.rooms import Rooms, Shelf
 from replaylens.engine.model.config import MixerConfig, ModelConfig
-from replaylens.engine.model.loading import load
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -34,6 +33,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.kernels.definition import CHUNK
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
+from replaylens.weights.loading import load
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face

@@ -13,11 +13,9 @@ from typer.testing import CliRunner
 
 from replaylens import Engine, tasks
 from replaylens.cli import app
+from replaylens.dumps.maker import make_plan, write_dump
 from replaylens.engine import machine
-from replaylens.engine import opening as engines
-from replaylens.engine.dump.maker import make_plan, write_dump
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.replay import replayer
 from replaylens.engine.request.values import output_path
 from replaylens.probes import sweeps
 from replaylens.probes.errors import ProbeError
@@ -25,6 +23,8 @@ from replaylens.probes.heldout import permutation_test
 from replaylens.probes.probe import fit_probe, placebo_probes
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
+from replaylens.replay import replayer
+from replaylens.weights import opening as engines
 
 # Facts
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from replaylens import ablate, lens, patch, probes, tasks
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import verify
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, MixedExperts, UnsupportedModel
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.products import Products
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
+from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from tests.engine.reference import random_decoder
 from tests.toy_model import random_model

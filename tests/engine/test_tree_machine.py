@@ -23,9 +23,9 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.plan import rollout_seed
 from replaylens.engine.serving.branch import Branch
 from replaylens.kernels.cpu_attention import HostRows
+from replaylens.rollouts.plan import rollout_seed
 from tests.engine.passes.test_prefixes import one_page_too_many
 from tests.engine.reference import random_decoder, same_bits
 from tests.engine.test_machine import AnyWindow

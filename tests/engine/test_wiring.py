@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import replaylens as rl
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NoGradient, UnsupportedModel
-from replaylens.engine.gradients import backward, replacement
 from replaylens.engine.model.config import (
     Latent,
     MixerConfig,
@@ -28,10 +27,11 @@ from replaylens.engine.model.config import (
 )
 from replaylens.engine.model.decoder import Block, Decoder, Mlp
 from replaylens.engine.model.ops import tapped
-from replaylens.extras import ranks
+from replaylens.extras import ranks, replacement
+from replaylens.gradients import backward
 from replaylens.workbench import dla
-from tests.engine.gradients.reference import difference, of_decoder
 from tests.engine.reference import Reference, differences, random_decoder
+from tests.gradients.reference import difference, of_decoder
 from tests.mixtures import mixture_config
 from tests.toy_model import SHAPE
 

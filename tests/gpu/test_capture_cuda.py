@@ -9,10 +9,10 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnsupportedModel
-from replaylens.engine.model import loading
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.weights import loading
 from tests.families import hugging_face
 
 pytestmark = pytest.mark.gpu

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
 from replaylens.engine.request.sampling import Sampling
+from replaylens.weights import loading
 from tests.families import NAMES, hugging_face
 
 pytestmark = pytest.mark.gpu

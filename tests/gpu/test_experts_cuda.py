@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
 from replaylens.engine.model.decoder import Mixture
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.weights import loading
 from tests.families import BOTH_NAMES, hugging_face
 from tests.mixtures import MIXTURES, ROUTINGS, mixture_model
 

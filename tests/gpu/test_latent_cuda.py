@@ -7,12 +7,12 @@ import torch
 
 from benchmarks.subjects import random_decoder
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.weights import loading
 from tests.families import BOTH_NAMES, LATENT_NAMES, hugging_face
 from tests.gpu.test_experts_cuda import DRAWN, DTYPES, OTHERS, PROMPT, differences, engine, outcome
 

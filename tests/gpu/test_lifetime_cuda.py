@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.sampling import Sampling
+from replaylens.weights import loading
 from tests.families import hugging_face
 
 pytestmark = pytest.mark.gpu
@@ -74,7 +74,7 @@ def test_decode_graphs_are_dropped_beyond_a_number(monkeypatch: pytest.MonkeyPat
 PEAK = """
 import sys, torch
 from pathlib import Path
-from replaylens.engine.model import loading
+from replaylens.weights import loading
 def peak():
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) * 1024

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.subjects import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
+from replaylens.weights import loading
 from tests.families import hugging_face
 from tests.trees import grow
 

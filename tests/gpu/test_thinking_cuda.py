@@ -5,12 +5,12 @@ import torch
 
 from replaylens import tasks
 from replaylens.engine.engine import Engine
-from replaylens.engine.opening import GUESSES
 from replaylens.engine.request.edits import Edit
-from replaylens.engine.thinking.core import ThinkingBranch, ThinkingEngine
-from replaylens.engine.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE
-from replaylens.engine.thinking.prefill import Prefiller
-from tests.engine.thinking.reference import SHAPES, random_prompt, thinking_model
+from replaylens.thinking.core import ThinkingBranch, ThinkingEngine
+from replaylens.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE
+from replaylens.thinking.prefill import Prefiller
+from replaylens.weights.opening import GUESSES
+from tests.thinking.reference import SHAPES, random_prompt, thinking_model
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [random_prompt(n, seed=n) for n in (1, 4, 7, 25)]
@@ -48,7 +48,7 @@ def test_three_roads_and_any_company(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_steps_as_graphs_and_launched_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thoughts of few and of many chunks; a second engine without graphs gives the truth."""
-    from replaylens.engine.thinking import graphs  # needs triton
+    from replaylens.thinking import graphs  # needs triton
 
     monkeypatch.setattr(graphs, "WORTH", 1 << 30)
     launched = thinker(name)

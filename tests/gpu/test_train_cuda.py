@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from replaylens.engine.training import embedded_thinking as thinking_zoo
-from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training.thinking import ThinkingRecipe
-from replaylens.engine.training.trainer import LaunchedSteps
+from replaylens.training import embedded_thinking as thinking_zoo
+from replaylens.training import thinking as thinking_train
+from replaylens.training.thinking import ThinkingRecipe
+from replaylens.training.trainer import LaunchedSteps
 
 pytestmark = pytest.mark.gpu
 RECIPE = replace(thinking_zoo.recipe("coin-thinking"), steps=12, warmup=2, batch=4, pool=8, longest=4, width=96, cut=True)

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from replaylens import tasks
 from replaylens.engine.engine import Engine
-from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.gradients.attribution import attribution_patching
-from replaylens.engine.gradients.gradients import Gradients
-from replaylens.engine.model import loading
 from replaylens.engine.model.layers import Linear
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.features.features import SparseFeatures
+from replaylens.gradients.attribution import attribution_patching
+from replaylens.gradients.gradients import Gradients
 from replaylens.probes.questions.transfer import transfer
-from tests.engine.features.tiny import write
+from replaylens.weights import loading
 from tests.families import hugging_face
+from tests.features.tiny import write
 
 pytestmark = pytest.mark.gpu
 WIDTH = 32
@@ -170,7 +170,7 @@ def test_gradients_in_bfloat16() -> None:
 
 def test_rows_of_a_backward_product_do_not_depend_on_company() -> None:
     """At the shape of a large model. Control: the library's product of one row has other bits."""
-    from replaylens.engine.gradients.cuda import KernelProducts  # needs triton, which tests/kernels must import first
+    from replaylens.gradients.cuda import KernelProducts  # needs triton, which tests/kernels must import first
 
     linear = Linear(4096, 14336, bias=False).to("cuda", torch.bfloat16)
     generator = torch.Generator("cuda").manual_seed(0)

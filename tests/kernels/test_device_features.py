@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, NotCertified
-from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.features.rows import KernelProduct
-from tests.engine.features.tiny import WIDTH, write
+from replaylens.features.features import SparseFeatures
+from replaylens.features.rows import KernelProduct
+from tests.features.tiny import WIDTH, write
 from tests.kernels.interpreted import DEVICES, served
 from tests.toy_model import random_model
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NoGradient
-from replaylens.engine.gradients import cuda
 from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.engine.request.edits import Edit
+from replaylens.gradients import cuda
 from tests.engine.reference import random_decoder
 from tests.kernels.interpreted import DEVICES, served
 from tests.toy_model import random_model

@@ -21,8 +21,8 @@ from replaylens.engine.passes.runner import PassResult, Runner
 from replaylens.engine.passes.transfer import PendingRows, SiteGroup
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.resampling.drawing import Waves
 from replaylens.engine.serving.request import Request
+from replaylens.rollouts.drawing import Waves
 from tests.engine.serving.test_watch import IN, OUT, probe
 from tests.kernels.interpreted import served
 from tests.toy_model import random_model

@@ -12,7 +12,6 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, Mixture
-from replaylens.engine.model.loading import load
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes import graphs
 from replaylens.engine.passes.batch import Batch, Segment
@@ -25,6 +24,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import replay_on_devices
 from replaylens.extras import ranks as ranks_file
 from replaylens.extras.ranks import Follower, Ranks, SplitWeight
+from replaylens.weights.loading import load
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder, same_bits
 from tests.families import HYBRIDS, MORE, hugging_face

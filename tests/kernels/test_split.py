@@ -9,7 +9,6 @@ import torch
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch, Segment
@@ -17,6 +16,7 @@ from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_
 from replaylens.kernels import reference
 from replaylens.kernels.shared import PagedRows, plan_tiles
 from replaylens.kernels.split import split_attention, split_length
+from replaylens.weights import loading
 from tests.kernels.test_attention import PAGE, Setting, lengths, setting, some
 
 

@@ -8,10 +8,10 @@ import torch
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PageTable
-from replaylens.engine.thinking.blocks import ThinkingBlocks
-from replaylens.engine.thinking.core import ThinkingEngine
-from replaylens.engine.thinking.model import ChunkStates
-from tests.engine.thinking.reference import SHAPES, thinking_model
+from replaylens.thinking.blocks import ThinkingBlocks
+from replaylens.thinking.core import ThinkingEngine
+from replaylens.thinking.model import ChunkStates
+from tests.thinking.reference import SHAPES, thinking_model
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs tests/gpu/test_thinking_cuda.py")
 
@@ -29,7 +29,7 @@ def by_kernels() -> ThinkingBlocks:
 @pytest.mark.slow
 @torch.inference_mode()
 def test_steps_of_a_graph_have_the_bits_of_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from replaylens.engine.thinking import graphs
+    from replaylens.thinking import graphs
 
     class Launched:
         """A step instead of its graph. Capturing leaves its traces in the buffers, too."""
@@ -60,7 +60,7 @@ def test_steps_of_a_graph_have_the_bits_of_launched_ones(monkeypatch: pytest.Mon
 
 
 def test_a_graph_is_captured_once_its_size_has_occurred_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    from replaylens.engine.thinking import graphs
+    from replaylens.thinking import graphs
 
     blocks, sizes = by_kernels(), list[int]()
     monkeypatch.setattr(graphs, "ThoughtGraph", lambda model, cache, size, page: sizes.append(size) or (size, page))

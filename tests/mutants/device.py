@@ -153,7 +153,7 @@ DEVICE = (
     ),
     Mutant(
         "backward-product-not-examined",
-        "replaylens.engine.gradients.cuda",
+        "replaylens.gradients.cuda",
         "self.certified = self.certified and _known[shape]",
         "self.certified = True",
         "gradients by products that depend on their company are not certified",
@@ -161,7 +161,7 @@ DEVICE = (
     ),
     Mutant(
         "encoder-product-not-examined",
-        "replaylens.engine.features.rows",
+        "replaylens.features.rows",
         "if not all(torch.equal(matmul(many[some], self.weight), together[some]) for some in parts):",
         "if False and parts:",
         "features by products that depend on their company are refused",

@@ -365,7 +365,7 @@ ENGINE = (
     ),
     Mutant(
         "pending-token-not-compared",
-        "replaylens.engine.replay.replayer",
+        "replaylens.replay.replayer",
         '(old["chain"], old["accepted"], list(old["pending"])) != (new["chain"], new["accepted"], list(new["pending"]))',
         '(old["chain"], old["accepted"]) != (new["chain"], new["accepted"])',
         "a replay whose verdicts are others is found out",
@@ -646,19 +646,19 @@ ENGINE = (
     ),
     Mutant(
         "choices-after-eos",
-        "replaylens.engine.resampling.drawing",
+        "replaylens.rollouts.drawing",
         'fork.rollback(len(fork.record.tokens) - (rollout.stopped == "eos"))',
         "fork.rollback(len(fork.record.tokens))",
         "a choice is read before the end of sequence",
-        ("tests/engine/resampling/test_answers.py::test_choices_after_the_end_of_the_text",),
+        ("tests/rollouts/test_answers.py::test_choices_after_the_end_of_the_text",),
     ),
     Mutant(
         "plan-drops-edits-at-their-place",
-        "replaylens.engine.resampling.drawing",
+        "replaylens.rollouts.drawing",
         "for edit in edits if edit.needs <= at)",
         "for edit in edits if edit.needs < at)",
         "a plan holds the edits of its rollouts",
-        ("tests/engine/resampling/test_answers.py::test_a_plan_holds_the_edits_of_its_forks",),
+        ("tests/rollouts/test_answers.py::test_a_plan_holds_the_edits_of_its_forks",),
     ),
     Mutant(
         "top-ties-by-higher-index",
@@ -682,7 +682,7 @@ ENGINE = (
         "self._put(held, bias_name, bias.detach().cpu(), held.own.gated)",
         "pass",
         "every rank adds the biases of its columns",
-        ("tests/engine/test_ranks.py::test_two_ranks_have_the_digests",),
+        ("tests/extras/test_ranks.py::test_two_ranks_have_the_digests",),
     ),
     Mutant(
         "ranks-forget-that-one-died",
@@ -690,7 +690,7 @@ ENGINE = (
         "        if self._failed is not None:\n            raise RankFailed(self._explained())\n        asked",
         "        asked",
         "after a rank has died, requests say so",
-        ("tests/engine/test_ranks.py::test_ranks_that_die_or_hang_cost_no_token",),
+        ("tests/extras/test_ranks.py::test_ranks_that_die_or_hang_cost_no_token",),
     ),
     Mutant(
         "pages-copied-on-one-device",
@@ -698,7 +698,7 @@ ENGINE = (
         "for part in self.parts:\n            part.copy(copies)",
         "for part in self.parts[:1]:\n            part.copy(copies)",
         "a fork has its pages on every device",
-        ("tests/engine/test_ranks.py::test_the_keys_of_a_layer_are_with_its_weights",),
+        ("tests/extras/test_ranks.py::test_the_keys_of_a_layer_are_with_its_weights",),
     ),
     Mutant(
         "byte-tokens-start-ends",

@@ -20,8 +20,8 @@ from tests.conftest import LONG
 from tests.rerun import ROOT, Rerun
 
 ROOMS = ("engine", "probes", "tasks", "src/replaylens")
-_LEFT_OUT = ("cuda", "engine/cluster.py", "engine/training", "commands/train.py", "workbench/reproduce.py", "passes/graphs.py",
-             "passes/bursts.py", "passes/sharing.py", "passes/wire.py", "kernels/", "bridges/lm_eval_model.py",
+_LEFT_OUT = ("cuda", "extras/cluster.py", "replaylens/training", "commands/train.py", "extras/reproduce.py", "passes/graphs.py",
+             "passes/bursts.py", "passes/sharing.py", "extras/wire.py", "kernels/", "bridges/lm_eval_model.py",
              "bridges/inspect_provider.py")  # fmt: skip
 """needs a GPU, a cluster, another package or hours"""
 _OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

@@ -2,13 +2,13 @@
 
 from tests.mutants.mutant import Mutant
 
-RECURRENT = "tests/engine/gradients/test_recurrent.py"
-AUTOGRAD = "tests/engine/gradients/test_gradients.py"
+RECURRENT = "tests/gradients/test_recurrent.py"
+AUTOGRAD = "tests/gradients/test_gradients.py"
 
 GRADIENTS = (
     Mutant(
         "norm-without-its-scale",
-        "replaylens.engine.gradients.derivatives",
+        "replaylens.gradients.derivatives",
         "dx = h - u * mean(h * u)",
         "dx = h.clone()",
         "the gradient of a norm's input includes that of its scale",
@@ -16,7 +16,7 @@ GRADIENTS = (
     ),
     Mutant(
         "parallel-mlp-forgotten",
-        "replaylens.engine.gradients.backward",
+        "replaylens.gradients.backward",
         "entering = entering + from_mlp",
         "pass",
         "in a parallel block, the MLP reads the block's input too",
@@ -24,7 +24,7 @@ GRADIENTS = (
     ),
     Mutant(
         "sink-without-its-share",
-        "replaylens.engine.gradients.derivatives",
+        "replaylens.gradients.derivatives",
         "total if sinks is None else total + products",
         "total if True else total + products",
         "a sink takes its share of the pattern that the backward pass computes again",
@@ -40,7 +40,7 @@ GRADIENTS = (
     ),
     Mutant(
         "own-rows-read-by-others",
-        "replaylens.engine.gradients.mixers",
+        "replaylens.gradients.mixers",
         "[] if own else weights[1:]",
         "weights[1:]",
         "a Jacobian lens holds what a position does to itself",
@@ -48,7 +48,7 @@ GRADIENTS = (
     ),
     Mutant(
         "bounded-steps-pass",
-        "replaylens.engine.gradients.mixers",
+        "replaylens.gradients.mixers",
         "passes = (free == step).float()",
         "passes = torch.ones_like(free)",
         "a step size at its bound does not change",
@@ -56,7 +56,7 @@ GRADIENTS = (
     ),
     Mutant(
         "gate-of-attention-forgotten",
-        "replaylens.engine.gradients.backward",
+        "replaylens.gradients.backward",
         "joined = joined if by_gate is None else torch.cat([joined, by_gate], dim=1)",
         "joined = joined if by_gate is None else torch.cat([joined, torch.zeros_like(by_gate)], dim=1)",
         "the gate of an attention has a gradient",
@@ -64,7 +64,7 @@ GRADIENTS = (
     ),
     Mutant(
         "gate-without-up",
-        "replaylens.engine.gradients.backward",
+        "replaylens.gradients.backward",
         "g * up * slope",
         "g * slope",
         "a gate's gradient is weighed by the linear half",
@@ -72,11 +72,11 @@ GRADIENTS = (
     ),
     Mutant(
         "gradient-through-replaced-rows",
-        "replaylens.engine.gradients.backward",
+        "replaylens.gradients.backward",
         "return g if edits is None else through_edits(g, self.forward.unedited[site], edits)",
         "return g",
         "a row that an edit replaces passes no gradient on",
-        ("tests/engine/gradients/test_gradients.py",),
+        ("tests/gradients/test_gradients.py",),
     ),
     Mutant(
         "gradient-without-edits",
@@ -84,35 +84,35 @@ GRADIENTS = (
         "Segment(table, 0, tokens, 1, edits)",
         "Segment(table, 0, tokens, 1)",
         "the gradient is taken at the branch's own values, edits included",
-        ("tests/engine/gradients/test_gradients.py::test_values_are_the_captured_rows",),
+        ("tests/gradients/test_gradients.py::test_values_are_the_captured_rows",),
     ),
     Mutant(
         "functions-certified",
-        "replaylens.engine.gradients.branches",
+        "replaylens.gradients.branches",
         "promised and isinstance(found, Named)",
         "promised",
         "nothing is promised about what a function computes",
-        ("tests/engine/gradients/test_gradients.py::test_certified",),
+        ("tests/gradients/test_gradients.py::test_certified",),
     ),
     Mutant(
         "patches-counted-from-clean",
-        "replaylens.engine.gradients.attribution",
+        "replaylens.gradients.attribution",
         "rows[site] - found.activations[site]",
         "found.activations[site] - rows[site]",
         "an estimate has the sign of the real effect",
-        ("tests/engine/attribution/test_attribution.py::test_small_moves_are_estimated_well",),
+        ("tests/gradients/test_attribution.py::test_small_moves_are_estimated_well",),
     ),
     Mutant(
         "left-endpoint-rule",
-        "replaylens.engine.gradients.attribution",
+        "replaylens.gradients.attribution",
         "(step + 0.5) / steps",
         "step / steps",
         "integrated gradients add up to the difference of the metric",
-        ("tests/engine/attribution/test_attribution.py::test_integrated_gradients_add_up",),
+        ("tests/gradients/test_attribution.py::test_integrated_gradients_add_up",),
     ),
     Mutant(
         "jacobian-of-other-positions",
-        "replaylens.engine.gradients.derivatives",
+        "replaylens.gradients.derivatives",
         "ds, p = ds.masked_fill(cut, 0.0), p.masked_fill(cut, 0.0)",
         "p = p.masked_fill(cut, 0.0)",
         "the Jacobian lens is that of a position on itself",
@@ -120,19 +120,19 @@ GRADIENTS = (
     ),
     Mutant(
         "the-librarys-square-root",
-        "replaylens.engine.gradients.derivatives",
+        "replaylens.gradients.derivatives",
         'return 1 / products.apply("sqrt", products.total(x * x) / x.shape[-1] + norm.eps)',
         "return 1 / (products.total(x * x) / x.shape[-1] + norm.eps).sqrt()",
         "gradients have the same bits on every machine",
-        ("tests/engine/gradients/test_portable.py::test_the_librarys_square_root_takes_no_part",),
+        ("tests/gradients/test_portable.py::test_the_librarys_square_root_takes_no_part",),
     ),
     Mutant(
         "floor-of-weights-forgotten",
-        "replaylens.engine.gradients.derivatives",
+        "replaylens.gradients.derivatives",
         "whole = products.total(open_) + routing.floor",
         "whole = products.total(open_) + 1e-20",
         "gradients of experts' weights divide by what the forward pass divides by",
-        ("tests/engine/gradients/test_gradients.py::test_every_kind_of_weights_agrees_with_autograd",),
+        ("tests/gradients/test_gradients.py::test_every_kind_of_weights_agrees_with_autograd",),
     ),
     Mutant(
         "norms-before-any-rotation",

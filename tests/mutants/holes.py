@@ -17,7 +17,7 @@ HOLES = (
         "    if not site.endswith(KEY_SITES):",
         "    if rows.ndim < 3:",
         "run_with_cache gives whole rows, however few tokens there are",
-        ("tests/engine/replay/test_habits.py::test_every_site_has_the_shape_that_transformer_lens_gives_it",),
+        ("tests/replay/test_habits.py::test_every_site_has_the_shape_that_transformer_lens_gives_it",),
     ),
     Mutant(
         "no-lock",
@@ -29,11 +29,11 @@ HOLES = (
     ),
     Mutant(
         "own-head-taken-for-the-embedding",
-        "replaylens.engine.model.loading",
+        "replaylens.weights.loading",
         "return a.shape == b.shape and torch.equal(a.to(wide), b.to(wide))",
         "return a.shape == b.shape",
         "a tied config with a head of its own is not tied",
-        ("tests/engine/model/test_check.py::test_a_head_of_its_own_unties_a_tied_config",),
+        ("tests/weights/test_check.py::test_a_head_of_its_own_unties_a_tied_config",),
     ),
     Mutant(
         "rows-not-copied",
@@ -85,7 +85,7 @@ HOLES = (
     ),
     Mutant(
         "replay-forces-what-failed",
-        "replaylens.engine.replay.replayer",
+        "replaylens.replay.replayer",
         "                    branch.force(tokens)",
         '                    branch.force(event["tokens"])',
         "a replay forces the tokens that were committed, no more",
@@ -133,11 +133,11 @@ HOLES = (
     ),
     Mutant(
         "a-dead-cluster-waited-for",
-        "replaylens.engine.cluster",
+        "replaylens.extras.cluster",
         "        if left < self._each:",
         "        if left < 0:",
         "a cluster whose machines have died is noticed",
-        ("tests/engine/dump/test_cluster.py::test_a_cluster_that_dies_is_noticed",),
+        ("tests/dumps/test_cluster.py::test_a_cluster_that_dies_is_noticed",),
     ),
     Mutant(
         "forced-from-nothing-refused",

@@ -353,7 +353,7 @@ MEMORY = (
     ),
     Mutant(
         "wrong-guess-of-the-fast-path-certified",
-        "replaylens.engine.thinking.prefill",
+        "replaylens.thinking.prefill",
         "other = Lane(branch, PageTable(), exact=lane.exact,",
         "other = Lane(branch, PageTable(), exact=True,",
         "a suffix after a wrong guess that read KV of the fast path is not certified",

@@ -2,11 +2,11 @@
 
 from tests.mutants.mutant import Mutant
 
-GGUF, ADAPTER, HUB = "tests/engine/model/test_gguf.py", "tests/engine/model/test_adapter.py", "tests/engine/model/test_hub.py"
+GGUF, ADAPTER, HUB = "tests/weights/test_gguf.py", "tests/weights/test_adapter.py", "tests/weights/test_hub.py"
 MODELS = (
     Mutant(
         "gguf-longrope-attention-factor",
-        "replaylens.engine.model.gguf",
+        "replaylens.weights.gguf",
         '"original_max_position_embeddings": original, "attention_factor": attention}',
         '"original_max_position_embeddings": original, "attention_factor": 1.0}',
         "a GGUF file's factor on cos and sin is read",
@@ -14,7 +14,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-longrope-original-length",
-        "replaylens.engine.model.gguf",
+        "replaylens.weights.gguf",
         '"original_max_position_embeddings": original, "attention_factor": attention}',
         '"original_max_position_embeddings": longest, "attention_factor": attention}',
         "LongRoPE is computed up to the length that its short factors are for",
@@ -22,7 +22,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-long-factors-for-short",
-        "replaylens.engine.model.gguf",
+        "replaylens.weights.gguf",
         '"short_factor": factors["rope_factors_short"]',
         '"short_factor": factors["rope_factors_long"]',
         "LongRoPE's short factors divide the frequencies",
@@ -30,7 +30,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-part-of-a-head",
-        "replaylens.engine.model.gguf",
+        "replaylens.weights.gguf",
         'rope["partial_rotary_factor"] = turned / width',
         'rope["partial_rotary_factor"] = 1.0',
         "a file that rotates a part of each head loads as such",
@@ -38,7 +38,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-gemma-27b-query-scale",
-        "replaylens.engine.model.gguf",
+        "replaylens.weights.gguf",
         'split if fields["num_hidden_layers"] == _LARGEST[name] else width',
         "width",
         "queries of Gemma's largest models are scaled by d_model / heads",
@@ -46,7 +46,7 @@ MODELS = (
     ),
     Mutant(
         "gguf-base-of-local-layers",
-        "replaylens.engine.model.gguf",
+        "replaylens.weights.gguf",
         'metadata.get("rope.freq_base_swa", 10000.0)',
         'metadata.get("rope.freq_base", 10000.0)',
         "Gemma-3's local layers have a rotation of their own",
@@ -54,23 +54,23 @@ MODELS = (
     ),
     Mutant(
         "packed-zero-point-accepted",
-        "replaylens.engine.model.quantised",
+        "replaylens.weights.quantised",
         "        _require_no_zero(parts)\n        return from_packed",
         "        return from_packed",
         "zero points that would be ignored are refused",
-        ("tests/engine/model/test_quantised.py::test_damaged_weights_are_named",),
+        ("tests/weights/test_quantised.py::test_damaged_weights_are_named",),
     ),
     Mutant(
         "zero-points-of-0-refused",
-        "replaylens.engine.model.quantised",
+        "replaylens.weights.quantised",
         "_fits(zero is None or not bool(zero.any())",
         "_fits(zero is None",
         "zero points of 0 are those of symmetric weights",
-        ("tests/engine/model/test_quantised.py::test_zero_points_of_0_change_nothing",),
+        ("tests/weights/test_quantised.py::test_zero_points_of_0_change_nothing",),
     ),
     Mutant(
         "adapter-scale-outside-the-digest",
-        "replaylens.engine.model.lora",
+        "replaylens.weights.lora",
         'f"{name} {lora.scale!r} {lora.embeds}\\n"',
         'f"{name} {lora.embeds}\\n"',
         "another scale is another fingerprint",
@@ -78,7 +78,7 @@ MODELS = (
     ),
     Mutant(
         "adapter-b-outside-the-digest",
-        "replaylens.engine.model.lora",
+        "replaylens.weights.lora",
         "_update(digest, lora.a, lora.b)",
         "_update(digest, lora.a)",
         "another product is another fingerprint",
@@ -86,7 +86,7 @@ MODELS = (
     ),
     Mutant(
         "peft-scale-of-the-moment",
-        "replaylens.engine.model.lora",
+        "replaylens.weights.lora",
         "if lora is not None and layer.scaling[name] != lora.scale:",
         "if lora is not None and layer.scaling[name] < 0:",
         "a peft model whose layers scale otherwise than its config is refused",
@@ -94,7 +94,7 @@ MODELS = (
     ),
     Mutant(
         "peft-merged-twice",
-        "replaylens.engine.model.lora",
+        "replaylens.weights.lora",
         'if getattr(layer, "merged", False):',
         'if getattr(layer, "merged", False) is None:',
         "an adapter that is merged already is not merged again",
@@ -118,7 +118,7 @@ MODELS = (
     ),
     Mutant(
         "hub-revision-ignored",
-        "replaylens.engine.model.hub",
+        "replaylens.weights.hub",
         "wanted = revision or options.revision",
         "wanted = revision or None",
         "revision= chooses the commit",
@@ -126,7 +126,7 @@ MODELS = (
     ),
     Mutant(
         "hub-part-of-a-snapshot",
-        "replaylens.engine.model.hub",
+        "replaylens.weights.hub",
         "        whole = all((folder / file).is_file() for file in _needed(folder))",
         "        whole = True",
         "a snapshot that lacks weights is downloaded or refused",
@@ -134,7 +134,7 @@ MODELS = (
     ),
     Mutant(
         "hub-before-a-path",
-        "replaylens.engine.model.loading",
+        "replaylens.weights.loading",
         "if not exists(path) and is_hub_name(source):",
         "if is_hub_name(source):",
         "a path comes before a name on the hub",
@@ -142,11 +142,11 @@ MODELS = (
     ),
     Mutant(
         "cluster-waits-for-ever",
-        "replaylens.engine.cluster",
+        "replaylens.extras.cluster",
         "while limit is None or waited < limit:",
         "while limit is None or waited < 1000 * limit:",
         "a worker that does not start is waited for only so long",
-        ("tests/engine/dump/test_cluster.py::test_a_wait_says_for_what_and_ends",),
+        ("tests/dumps/test_cluster.py::test_a_wait_says_for_what_and_ends",),
     ),
     Mutant(
         "pattern-keeps-sink-share",
@@ -154,15 +154,15 @@ MODELS = (
         'total = total if sinks is None else total + portable.apply("exp", sinks[:, None] - top)',
         "total = total",
         "a pattern leaves the sink's share out",
-        ("tests/engine/model/test_families.py::test_a_pattern_leaves_a_sink_its_share",),
+        ("tests/weights/test_families.py::test_a_pattern_leaves_a_sink_its_share",),
     ),
     Mutant(
         "lora-pattern-anywhere",
-        "replaylens.engine.model.lora",
+        "replaylens.weights.lora",
         'if re.match(rf"(.*\\.)?({key})$", module)',
         "if re.search(key, module)",
         "rank patterns match the end of a name",
-        ("tests/engine/model/test_adapter.py::test_the_merged_model_is_pefts",),
+        ("tests/weights/test_adapter.py::test_the_merged_model_is_pefts",),
     ),
     Mutant(
         "bias-before-mlp-includes-mlp",
@@ -170,15 +170,15 @@ MODELS = (
         "block.mlp.b_out if include_mlp_biases and i < layer else None",
         "block.mlp.b_out if include_mlp_biases and i <= layer else None",
         "accumulated_bias(mlp_input=True) leaves the MLP of the layer out",
-        ("tests/engine/replay/test_habits.py::test_methods_of_the_cache",),
+        ("tests/replay/test_habits.py::test_methods_of_the_cache",),
     ),
     Mutant(
         "single-number-tensors-left-out",
-        "replaylens.engine.model.loading",
+        "replaylens.weights.loading",
         "[name for name in extra if source.read(name).numel()]",
         "[name for name in extra if source.read(name).numel() > 1]",
         "no tensor with numbers is left out",
-        ("tests/engine/model/test_gguf.py::test_a_tensor_that_is_not_read_is_an_error_if_it_holds_a_number",),
+        ("tests/weights/test_gguf.py::test_a_tensor_that_is_not_read_is_an_error_if_it_holds_a_number",),
     ),
     Mutant(
         "gate-of-the-shared-expert-not-late",

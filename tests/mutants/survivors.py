@@ -47,7 +47,7 @@ SURVIVORS = (
     ),
     Mutant(
         "window-of-a-plan-ignored",
-        "replaylens.engine.dump.maker",
+        "replaylens.dumps.maker",
         "                window=plan.window,\n",
         "",
         "a dump has the window of its plan",
@@ -87,7 +87,7 @@ SURVIVORS = (
     ),
     Mutant(
         "fingerprint-without-rows",
-        "replaylens.engine.dump.feed",
+        "replaylens.dumps.feed",
         "repr((files.manifest.digest, sorted(sites.items()), rows))",
         "repr((files.manifest.digest, sorted(sites.items())))",
         "datasets keeps no results of other rows",
@@ -95,7 +95,7 @@ SURVIVORS = (
     ),
     Mutant(
         "pools-with-one-order",
-        "replaylens.engine.dump.feed",
+        "replaylens.dumps.feed",
         "_mix(key ^ (pool + 1))",
         "_mix(key ^ 1)",
         "every pool has an order of its own",
@@ -103,7 +103,7 @@ SURVIVORS = (
     ),
     Mutant(
         "last-block-moved",
-        "replaylens.engine.dump.feed",
+        "replaylens.dumps.feed",
         "            moved = block < full\n",
         "            moved = block <= full\n",
         "the short block at the end stays last",
@@ -111,7 +111,7 @@ SURVIVORS = (
     ),
     Mutant(
         "pool-beyond-the-rows",
-        "replaylens.engine.dump.feed",
+        "replaylens.dumps.feed",
         "size = min(pool_rows, self.count - first)",
         "size = max(pool_rows, self.count - first)",
         "a pool ends with the rows",
@@ -119,7 +119,7 @@ SURVIVORS = (
     ),
     Mutant(
         "seeds-by-batch",
-        "replaylens.bridges.lm_eval_model",
+        "replaylens.extras.bridges.lm_eval_model",
         "self.seed + first + number",
         "self.seed + number",
         "request i of a list has the seed plus i",
@@ -135,7 +135,7 @@ SURVIVORS = (
     ),
     Mutant(
         "worst-row-unseen",
-        "replaylens.engine.model.check",
+        "replaylens.weights.check",
         "error.max() <= max(usual, LARGEST)",
         "error.median() <= max(usual, LARGEST)",
         "one wrong row refuses a model",
@@ -143,7 +143,7 @@ SURVIVORS = (
     ),
     Mutant(
         "median-row-unseen",
-        "replaylens.engine.model.check",
+        "replaylens.weights.check",
         "error.median() <= usual and",
         "error.min() <= usual and",
         "many slightly wrong rows refuse a model",
@@ -175,7 +175,7 @@ SURVIVORS = (
     ),
     Mutant(
         "biases-have-influence",
-        "replaylens.workbench.graph",
+        "replaylens.extras.graph",
         '(kept & ~self._columns("bias"))',
         "kept",
         "shares are of edges without biases",
@@ -183,7 +183,7 @@ SURVIVORS = (
     ),
     Mutant(
         "pruned-edges-count",
-        "replaylens.workbench.graph",
+        "replaylens.extras.graph",
         '(kept & ~self._columns("bias"))',
         '~self._columns("bias")',
         "without an edge, the others share what enters a node",
@@ -191,7 +191,7 @@ SURVIVORS = (
     ),
     Mutant(
         "left-out-features-explain",
-        "replaylens.workbench.graph",
+        "replaylens.extras.graph",
         'row_sums(shares * ~self._columns("error", "rest"))',
         'row_sums(shares * ~self._columns("rest"))',
         "errors explain nothing",
@@ -199,7 +199,7 @@ SURVIVORS = (
     ),
     Mutant(
         "silent-paths-shown",
-        "replaylens.bridges.neuronpedia",
+        "replaylens.extras.bridges.neuronpedia",
         "if float(columns[i].max()) > 0\n",
         "if float(columns[i].max()) >= 0\n",
         "a path without activations is no example",
@@ -207,7 +207,7 @@ SURVIVORS = (
     ),
     Mutant(
         "frequency-of-zeros",
-        "replaylens.bridges.neuronpedia",
+        "replaylens.extras.bridges.neuronpedia",
         "float((values > 0).mean())",
         "float((values >= 0).mean())",
         "a feature is active above zero",
@@ -215,7 +215,7 @@ SURVIVORS = (
     ),
     Mutant(
         "bottom-is-top",
-        "replaylens.bridges.neuronpedia",
+        "replaylens.extras.bridges.neuronpedia",
         "for sign in (1, -1))",
         "for sign in (1, 1))",
         "the lowest logits are at the bottom",
@@ -239,7 +239,7 @@ SURVIVORS = (
     ),
     Mutant(
         "distribution-read-for-a-copy",
-        "replaylens.engine.thinking.thoughts",
+        "replaylens.thinking.thoughts",
         'callable(self.source) and "distribution" not in vars(self) else',
         "callable(self.source) else",
         "a copy keeps what was read",
@@ -247,7 +247,7 @@ SURVIVORS = (
     ),
     Mutant(
         "distribution-shared",
-        "replaylens.engine.thinking.thoughts",
+        "replaylens.thinking.thoughts",
         "{site: x.clone() for site, x in known.items()}",
         "dict(known)",
         "changing a copy changes nothing else",
@@ -255,7 +255,7 @@ SURVIVORS = (
     ),
     Mutant(
         "last-stream-apart",
-        "replaylens.engine.gradients.attribution",
+        "replaylens.gradients.attribution",
         'if "hook_in" in found and len(found.get("hook_out", [])) == 1:',
         'if "hook_in" in found and len(found.get("hook_out", [])) > 1:',
         "the stream that leaves the last block follows those that enter",
@@ -295,7 +295,7 @@ SURVIVORS = (
     ),
     Mutant(
         "double-precision-cut",
-        "replaylens.engine.model.gguf",
+        "replaylens.weights.gguf",
         'isinstance(value, float) and field.types[0].name == "FLOAT32"',
         "isinstance(value, float)",
         "numbers of a file keep their precision",

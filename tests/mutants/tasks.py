@@ -101,11 +101,11 @@ TASKS = (
     ),
     Mutant(
         "few-prompts-of-the-wrong-side",
-        "replaylens.engine.training.trainer",
+        "replaylens.training.trainer",
         "kept(task, lambda example: not is_held_out(example), ",
         "kept(task, lambda example: True, ",
         "no held-out prompt is trained on",
-        ("tests/engine/training/test_small_tasks.py::test_few_prompts_on_both_sides_are_enough",),
+        ("tests/training/test_small_tasks.py::test_few_prompts_on_both_sides_are_enough",),
     ),
     Mutant(
         "move-into-a-full-box",

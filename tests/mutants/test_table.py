@@ -13,7 +13,7 @@ from tests.mutants.table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 LEAST = 60
-ROOMS = ("engine.loop", "engine.memory", "engine.passes", "engine.request", "engine.dump", "engine.thinking", "probes", "tasks")
+ROOMS = ("engine.loop", "engine.memory", "engine.passes", "engine.request", "dumps", "thinking", "probes", "tasks")
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -103,7 +103,7 @@ VIEWS = (
     ),
     Mutant(
         "weakest-features-listed",
-        "replaylens.engine.features.rows",
+        "replaylens.features.rows",
         "top = values.argsort(descending=True, stable=True)[:_SHOWN_FEATURES].tolist()",
         "top = values.argsort(stable=True)[:_SHOWN_FEATURES].tolist()",
         "a table of features lists the strongest first",
@@ -111,7 +111,7 @@ VIEWS = (
     ),
     Mutant(
         "heads-drawn-as-means",
-        "replaylens.engine.gradients.attribution",
+        "replaylens.gradients.attribution",
         "{what: grid.sum(1) for what, grid in grids.items()}",
         "{what: grid.mean(1) for what, grid in grids.items()}",
         "a head's attribution is the sum over positions",
@@ -143,7 +143,7 @@ VIEWS = (
     ),
     Mutant(
         "bars-of-rollouts-not-stacked",
-        "replaylens.engine.resampling.rollouts",
+        "replaylens.rollouts.rollouts",
         "below = below + counts.shares[:, column]",
         "below = below + 0 * counts.shares[:, column]",
         "shares of outcomes add up to a bar",
@@ -199,7 +199,7 @@ VIEWS = (
     ),
     Mutant(
         "most-telling-is-longest",
-        "replaylens.engine.replay.run",
+        "replaylens.replay.run",
         "key=lambda told: (told.interest, -told.capacity)",
         "key=lambda told: (told.interest, told.capacity)",
         "the example that shows it early on",
@@ -207,11 +207,11 @@ VIEWS = (
     ),
     Mutant(
         "features-table-row-numbers",
-        "replaylens.engine.features.rows",
+        "replaylens.features.rows",
         "at = i if self.positions is None else self.positions[i]",
         "at = i",
         "a table of features shows positions",
-        ("tests/engine/features/test_features.py::test_tables_and_pictures_of_some_positions_name_these",),
+        ("tests/features/test_features.py::test_tables_and_pictures_of_some_positions_name_these",),
     ),
     Mutant(
         "summary-layers-renumbered",

@@ -3,7 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 DRAWN, DLA = "tests/workbench/test_drawn.py", "tests/workbench/test_drawn.py"
-EDITS, MORE_EDITS = "tests/engine/gradients/test_gradients.py", "tests/engine/request/test_edits.py"
+EDITS, MORE_EDITS = "tests/gradients/test_gradients.py", "tests/engine/request/test_edits.py"
 
 WORKBENCH = (
     Mutant(
@@ -32,7 +32,7 @@ WORKBENCH = (
     ),
     Mutant(
         "interval-without-a-degree-of-freedom",
-        "replaylens.engine.gradients.attribution",
+        "replaylens.gradients.attribution",
         "values.std(0) / math.sqrt(count)",
         "values.std(0, correction=0) / math.sqrt(count)",
         "intervals over pairs are t intervals",
@@ -40,7 +40,7 @@ WORKBENCH = (
     ),
     Mutant(
         "bfloat16-condition-not-rounded",
-        "replaylens.engine.gradients.backward",
+        "replaylens.gradients.backward",
         "return replace(edit, value=value, when=when)",
         "return replace(edit, value=value)",
         "a gradient stops only where the pass edited",
@@ -48,7 +48,7 @@ WORKBENCH = (
     ),
     Mutant(
         "bfloat16-direction-not-rounded",
-        "replaylens.engine.gradients.backward",
+        "replaylens.gradients.backward",
         "return replace(edit, value=value, when=when)",
         "return replace(edit, when=when)",
         "a gradient is projected by the direction of the pass",
@@ -64,7 +64,7 @@ WORKBENCH = (
     ),
     Mutant(
         "weakest-features-in-the-view",
-        "replaylens.engine.features.rows",
+        "replaylens.features.rows",
         "top = values.argsort(descending=True, stable=True)[:_SHOWN_FEATURES].tolist()",
         "top = values.argsort(stable=True)[:_SHOWN_FEATURES].tolist()",
         "the strongest features of a row are listed",
@@ -116,7 +116,7 @@ WORKBENCH = (
         "return super().__contains__(name) or self._other(name) is not None",
         "return super().__contains__(name)",
         "a cache that holds the embedding by its other name has it",
-        ("tests/engine/replay/test_habits.py::test_a_cache_of_chosen_names_is_decomposed",),
+        ("tests/replay/test_habits.py::test_a_cache_of_chosen_names_is_decomposed",),
     ),
     Mutant(
         "scaled-twice",
@@ -160,26 +160,26 @@ WORKBENCH = (
     ),
     Mutant(
         "edit-at-row-numbers",
-        "replaylens.engine.features.features",
+        "replaylens.features.features",
         "at = [captured[row] for row, moves in zip(rows, moved.tolist(), strict=True) if moves]",
         "at = [row for row, moves in zip(rows, moved.tolist(), strict=True) if moves]",
         "an edit of features is at the rows' positions",
-        ("tests/engine/features/test_features.py::test_edits_of_some_captured_rows_are_at_their_positions",),
+        ("tests/features/test_features.py::test_edits_of_some_captured_rows_are_at_their_positions",),
     ),
     Mutant(
         "min-p-refused",
-        "replaylens.bridges.options",
+        "replaylens.extras.bridges.options",
         '"top_p", "min_p", "repetition_penalty"',
         '"top_p", "repetition_penalty"',
         "evaluation frameworks may give every option of sampling",
-        ("tests/bridges/test_evaluation.py::test_edits_come_from_a_file_of_data",),
+        ("tests/extras/test_evaluation.py::test_edits_come_from_a_file_of_data",),
     ),
     Mutant(
         "words-of-tense-exchanged",
-        "replaylens.workbench.reproduce",
+        "replaylens.extras.reproduce",
         '        (" will", " had"),',
         '        (" had", " will"),',
         "steering towards texts favours the word that ends them",
-        ("tests/workbench/test_reproduce.py::test_contrast_sets_are_balanced_and_held_out",),
+        ("tests/extras/test_reproduce.py::test_contrast_sets_are_balanced_and_held_out",),
     ),
 )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.model import hub
+from replaylens.weights import hub
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NAMES = [source.stem for source in sorted(FOLDER.glob("[0-9]_*.py"))]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 
 

@@ -17,7 +17,6 @@ from replaylens import tasks
 from replaylens.cli import app
 from replaylens.commands import tasks as commands
 from replaylens.commands.training import Changes, changed_thinking
-from replaylens.engine.training import embedded_thinking as thinking_zoo
 from replaylens.tasks import registry as plugins
 from replaylens.tasks.coin import Coin
 from replaylens.tasks.errors import (
@@ -32,6 +31,7 @@ from replaylens.tasks.errors import (
 )
 from replaylens.tasks.task import Knobs
 from replaylens.tasks.tokenizer import WordTokenizer
+from replaylens.training import embedded_thinking as thinking_zoo
 from tests.tasks.square import file_of_page, own_registry, square_module, write_files
 
 BUILT_IN = tuple(plugins.BUILT_IN)

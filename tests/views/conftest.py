@@ -5,11 +5,10 @@ from collections.abc import Iterable
 import pytest
 
 from replaylens import tasks
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
-from replaylens.engine.replay.run import Run
+from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
-from tests.processes import own_certificates  # noqa: F401
 from tests.toy_model import random_model
 
 HOSTILE = (

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from replaylens import tasks
+from replaylens.dumps.reader import Dump
 from replaylens.engine.display import word
-from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.replay.run import Run
 from replaylens.probes.forks.distributions import RolloutTexts
+from replaylens.replay.run import Run
 from replaylens.views.data import DrawnPath, LensGuess, LensLayer, Token
 from replaylens.views.pictures import Tree
 from replaylens.views.report import ReportPage

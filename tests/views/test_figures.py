@@ -20,9 +20,9 @@ from rich.console import Console
 from replaylens.engine.engine import Engine
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, TokenState
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.resampling.plan import NO_ANSWER, OTHER
 from replaylens.engine.serving.branch import Branch
 from replaylens.probes import report
+from replaylens.rollouts.plan import NO_ANSWER, OTHER
 from replaylens.views import boards
 from replaylens.views.data import Check, Fill, Frame, Phase, Slot
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style

@@ -34,25 +34,25 @@ from replaylens import (
     tasks,
 )
 from replaylens.cli import app
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.verify import verify
 from replaylens.engine.display import word
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
-from replaylens.engine.replay.run import Run
-from replaylens.engine.training import embedded as zoo
 from replaylens.probes.report import Report
 from replaylens.probes.sweeps import sweep as run_sweep
 from replaylens.probes.sweeps import sweep as sweep_rows
+from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
+from replaylens.training import embedded as zoo
 from replaylens.views import examples, maps
 from replaylens.views import sections as opening
 from replaylens.views.data import LensGuess, LensLayer, Token
 from replaylens.views.pictures import Timeline, Tree
 from replaylens.views.report import ReportPage
-from tests.engine.dump.damage import flip_bit, forge_index
+from tests.dumps.damage import flip_bit, forge_index
 from tests.views.checks import assert_harmless, parsed
 from tests.views.conftest import HOSTILE
 

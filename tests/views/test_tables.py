@@ -18,11 +18,11 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from scipy import stats
 
-from replaylens.engine.dump.verify import Verification
+from replaylens.dumps.verify import Verification
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.gradients.attribution import Attribution
 from replaylens.engine.memory.tree import ORDINARY, TokenState
+from replaylens.features.rows import FeatureRows
+from replaylens.gradients.attribution import Attribution
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.report import Report
 from replaylens.views import boards, examples, maps, page, report, sections

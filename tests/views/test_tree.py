@@ -21,22 +21,21 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.display import visible, word
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.text import Text
-from replaylens.engine.opening import GUESSES, Guess
 from replaylens.engine.proof.trace import Trace
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.thinking.core import ThinkingEngine
-from replaylens.engine.thinking.model import ThinkingConfig
-from replaylens.engine.thinking.thoughts import Round, ThinkingRecording, Thought, Thoughts
+from replaylens.replay.run import Run
+from replaylens.thinking.core import ThinkingEngine
+from replaylens.thinking.model import ThinkingConfig
+from replaylens.thinking.thoughts import Round, ThinkingRecording, Thought, Thoughts
 from replaylens.views import boards, draw, examples, pictures
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, Phase, Readings, Slot, Token
 from replaylens.views.draw import Placement, arrange
@@ -46,7 +45,8 @@ from replaylens.views.pictures import Timeline, Tree, timeline
 from replaylens.views.report import ReportPage
 from replaylens.views.thoughts import DrawnChunk, DrawnRound, Thinking, thoughts_by_branch, with_rounds
 from replaylens.views.thoughts import picture as of_thoughts
-from tests.engine.thinking.reference import thinking_model
+from replaylens.weights.opening import GUESSES, Guess
+from tests.thinking.reference import thinking_model
 from tests.toy_model import continuation, random_model, toy
 from tests.toy_model import engine as toy_engine
 from tests.views.checks import assert_harmless, parsed

@@ -31,21 +31,21 @@ from replaylens import (
 )
 from replaylens.engine.display import short, visible
 from replaylens.engine.errors import BadEdit, BadRequest
-from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.engine.model.decoder import Decoder, Mlp
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.features.features import SparseFeatures
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
+from replaylens.weights import loading
 from replaylens.workbench.dla import DlaResult
 from replaylens.workbench.drawing import Grid
 from replaylens.workbench.drawing import figure as figure_of
-from tests.engine.features.tiny import write
 from tests.engine.reference import perturbed
-from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
+from tests.features.tiny import write
+from tests.replay.bridges import bridge
 from tests.toy_model import random_model
 
 COIN = "A coin's state is {}. Alice flips. What's the state? A:"

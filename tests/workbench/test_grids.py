@@ -27,16 +27,16 @@ from replaylens import (
     steer,
 )
 from replaylens.engine.errors import BadRequest, NotCaptured, UnknownPromptWord
-from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import MixtureConfig, Routing
+from replaylens.features.features import SparseFeatures
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.views.sections import Reportable
+from replaylens.weights import loading
 from tests.devices import covering
-from tests.engine.features.tiny import write
-from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
+from tests.features.tiny import write
+from tests.replay.bridges import bridge
 from tests.toy_model import random_model
 
 CLEAN = torch.randint(3, 97, (9,), generator=torch.Generator().manual_seed(1)).tolist()

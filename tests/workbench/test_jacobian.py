@@ -8,10 +8,10 @@ from torch import Tensor
 
 from replaylens import Engine, lens
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.gradients import derivatives
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.gradients import derivatives
 from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
 from tests.toy_model import random_model
 
@@ -70,7 +70,7 @@ def test_nothing_passes_between_positions(monkeypatch: pytest.MonkeyPatch) -> No
     engine = Engine(random_model(1, gain=4.0))
     right = fit_jacobian_lens(engine, TEXTS)
     through = derivatives.through_attention
-    monkeypatch.setattr("replaylens.engine.gradients.backward.through_attention", lambda *given: through(*given[:7], own=False))
+    monkeypatch.setattr("replaylens.gradients.backward.through_attention", lambda *given: through(*given[:7], own=False))
     assert not torch.equal(fit_jacobian_lens(engine, TEXTS).weight, right.weight)
 
 

@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from replaylens.dumps.content import KEYS
+from replaylens.dumps.manifest import MANIFEST
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.verify import MISMATCH, VERIFIED
 from replaylens.engine.display import stamp_of
-from replaylens.engine.dump.content import KEYS
-from replaylens.engine.dump.manifest import MANIFEST
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, VERIFIED
 from replaylens.engine.errors import BadRequest, EngineError, Unsealed
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.proof.trace import is_trace
 from replaylens.engine.records import Identifier
-from replaylens.engine.resampling.drawing import redrawn
-from replaylens.engine.resampling.plan import unit_texts
-from replaylens.engine.resampling.rollouts import PLAN, Rollouts
 from replaylens.engine.serving.core import Core
+from replaylens.rollouts.drawing import redrawn
+from replaylens.rollouts.plan import unit_texts
+from replaylens.rollouts.rollouts import PLAN, Rollouts
 from replaylens.tasks.errors import TaskError
 
 if TYPE_CHECKING:

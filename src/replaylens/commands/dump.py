@@ -48,9 +48,9 @@ from replaylens.engine.records import DTYPES, SCHEME, Identifier
 
 if TYPE_CHECKING:
     from replaylens.commands.cited import Checked, CitedFile
-    from replaylens.engine.dump.maker import PlanKeywords
-    from replaylens.engine.dump.reader import Dump
-    from replaylens.engine.dump.verify import Verification
+    from replaylens.dumps.maker import PlanKeywords
+    from replaylens.dumps.reader import Dump
+    from replaylens.dumps.verify import Verification
     from replaylens.engine.engine import Engine
 
 # ---- dump ------------------------------------------------------------------------------------------------------------
@@ -133,8 +133,8 @@ def dump(
 ) -> None:
     """Replay examples of a task, or texts, and write every captured row, with labels and hashes. Can be interrupted and
     resumed."""
-    from replaylens.engine.dump.maker import PlanKeywords
-    from replaylens.engine.dump.store import Store
+    from replaylens.dumps.maker import PlanKeywords
+    from replaylens.dumps.store import Store
     from replaylens.engine.request.sampling import Sampling
 
     with reporting(lambda: "the same command with --resume" if _is_begun(out) else None):
@@ -172,7 +172,7 @@ def dump(
 
 def _dump_here(wanted: _Wanted, options: dict[str, Any], part: tuple[int, int], writers: int) -> Dump | None:
     """The dump; None if other processes have yet to write their shards."""
-    from replaylens.engine.dump.maker import make_plan, write_dump
+    from replaylens.dumps.maker import make_plan, write_dump
     from replaylens.engine.engine import Engine
 
     engine = Engine.load(wanted.model, **wanted.loaded)
@@ -208,16 +208,16 @@ def _dump_on_cluster(
 
 def _is_begun(out: str) -> bool:
     """Whether there is a dump to resume, finished or not."""
-    from replaylens.engine.dump.manifest import MANIFEST, PLAN
-    from replaylens.engine.dump.store import Store
+    from replaylens.dumps.manifest import MANIFEST, PLAN
+    from replaylens.dumps.store import Store
 
     return not {PLAN, MANIFEST}.isdisjoint(Store(out).sizes())
 
 
 def _was_killed_early(out: str) -> bool:
     """Whether the folder holds what a writer leaves that ends before it writes plan.json, and nothing else."""
-    from replaylens.engine.dump.store import Store
-    from replaylens.engine.dump.writer import foreign_names
+    from replaylens.dumps.store import Store
+    from replaylens.dumps.writer import foreign_names
 
     store = Store(out)
     return bool(store.names()) and not foreign_names(store)
@@ -293,9 +293,9 @@ def verify(
     """Check hashes, then replay a dump's examples or draw rollouts again, all or a sample, and compare every bit. A report is
     computed again from its dump, if that is there. Of figures, saved probes and parts of a sweep, the hashes are checked."""
     from replaylens.commands.cited import CitedFile, find, kind_of, require_whole
-    from replaylens.engine.dump.reader import Dump
-    from replaylens.engine.dump.verify import OTHER, VERIFIED
-    from replaylens.engine.dump.verify import verify as verify_dump
+    from replaylens.dumps.reader import Dump
+    from replaylens.dumps.verify import OTHER, VERIFIED
+    from replaylens.dumps.verify import verify as verify_dump
     from replaylens.engine.engine import Engine
 
     with reporting():
@@ -331,7 +331,7 @@ def _checked(
 ) -> Checked:
     """The verdict on anything but a dump. Damaged files are a mismatch, as those of a dump are."""
     from replaylens.commands.cited import Checked, check_figure, check_report, check_rollouts, check_saved, check_sweep
-    from replaylens.engine.dump.verify import MISMATCH
+    from replaylens.dumps.verify import MISMATCH
     from replaylens.probes.errors import BadProbeFile
 
     try:
@@ -352,7 +352,7 @@ def _checked(
 
 def _drawer(path: str, model: str | None, device: str, dtype: str | None) -> Engine:
     """The engine that draws rollouts again; BadRequest if it is not known."""
-    from replaylens.engine.resampling.rollouts import Rollouts
+    from replaylens.rollouts.rollouts import Rollouts
 
     rollouts = Rollouts.load(path)
     engine = engine_for(rollouts, model, device, dtype)
@@ -382,7 +382,7 @@ def diff(
 ) -> None:
     """Find the first row, site and layer at which two dumps differ. Exit codes: 0 same content, 1 different, 2 damaged,
     3 store unreachable."""
-    from replaylens.engine.dump.verify import diff as diff_dumps
+    from replaylens.dumps.verify import diff as diff_dumps
 
     with reporting():
         found = diff_dumps(a, b, accepted=accepted, progress=not quiet)

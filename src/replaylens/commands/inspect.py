@@ -18,8 +18,8 @@ from replaylens.engine.machine import in_bytes
 from replaylens.tasks.texts import GivenTexts
 
 if TYPE_CHECKING:
-    from replaylens.engine.dump.plan import DumpPlan
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.plan import DumpPlan
+    from replaylens.dumps.reader import Dump
 
 
 def inspect(
@@ -27,7 +27,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show a dump's task, options, sites, labels, fingerprint and digests."""
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
 
     with reporting():
         found = Dump.open(path, check_files=False)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replaylens import tasks
-from replaylens.engine import zoo
 from replaylens.engine.errors import BadDump, BadRequest, EngineError
 from replaylens.engine.records import DTYPES, Fingerprint
+from replaylens.weights import zoo
 
 if TYPE_CHECKING:
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
     from replaylens.engine.engine import Engine
-    from replaylens.engine.features.features import SparseFeatures
-    from replaylens.engine.resampling.rollouts import Rollouts
+    from replaylens.features.features import SparseFeatures
+    from replaylens.rollouts.rollouts import Rollouts
 
 # ---- replay options --------------------------------------------------------------------------------------------------
 # Command-line options of the commands that replay examples.
@@ -54,7 +54,7 @@ def complete_model(incomplete: str) -> list[str]:
 # ---- engines ---------------------------------------------------------------------------------------------------------
 # Options that choose an engine: model, device and drafter; and the engine that made a dump.
 
-CLUSTER = "replaylens.engine.cluster"
+CLUSTER = "replaylens.extras.cluster"
 """what works on Ray"""
 MODEL = "coin-plain"
 MODEL_HELP = "An embedded model's name, smollm2, a model folder, or a name on the Hugging Face hub (org/name@revision)."
@@ -132,9 +132,9 @@ def engine_for(made: Dump | Rollouts, model: str | None, device: str, dtype: str
     file asks for it. It computes in the arithmetic that they were made in, if the device can, unless --dtype says otherwise.
     """
     from replaylens.engine.engine import Engine
-    from replaylens.engine.model.hub import PACKAGED, is_fetched, model_folder
-    from replaylens.engine.model.loading import config_of
     from replaylens.engine.proof.fingerprint import config_digest
+    from replaylens.weights.hub import PACKAGED, is_fetched, model_folder
+    from replaylens.weights.loading import config_of
 
     made_by = _fingerprint(made)
     if dtype is None and device == "cuda" and made_by is not None:
@@ -155,7 +155,7 @@ def engine_for(made: Dump | Rollouts, model: str | None, device: str, dtype: str
 
 def unknown_maker(made: Dump | Rollouts) -> str:
     """What to say if `engine_for` finds none."""
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
 
     made_by, what = _fingerprint(made), "this dump" if isinstance(made, Dump) else "these rollouts"
     if made_by is not None and (revision := made_by.revision):
@@ -164,14 +164,14 @@ def unknown_maker(made: Dump | Rollouts) -> str:
 
 
 def _fingerprint(made: Dump | Rollouts) -> Fingerprint | None:
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
 
     return made.manifest.fingerprint if isinstance(made, Dump) else made.made_by
 
 
 def encoders(given: list[str] | None) -> dict[str, SparseFeatures]:
     """The sparse features of --features NAME=FOLDER, by name."""
-    from replaylens.engine.features.features import SparseFeatures
+    from replaylens.features.features import SparseFeatures
 
     found: dict[str, SparseFeatures] = {}
     for each in given or ():
@@ -198,7 +198,7 @@ DumpTaskOption = Annotated[
 
 def know_task(reference: str | None, path: str | Dump) -> None:
     """Register the task of a dump by its code, so that the dump finds it by its name. BadRequest if it is another task's."""
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
 
     if reference is None:
         return

@@ -27,7 +27,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 
 if TYPE_CHECKING:
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
     from replaylens.probes.probe import LinearProbe
     from replaylens.probes.report import Report
     from replaylens.tasks.task import Example
@@ -199,7 +199,7 @@ def _list(as_json: bool) -> None:
 
 
 def _open(path: str | None, check: bool, task: str | None) -> Dump:
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
 
     if path is None:
         raise BadRequest("No dump given. Name its folder; `replaylens dump` makes one.")

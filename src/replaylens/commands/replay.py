@@ -35,8 +35,8 @@ from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
-    from replaylens.engine.replay.replayer import Result
-    from replaylens.engine.thinking.thoughts import Thoughts
+    from replaylens.replay.replayer import Result
+    from replaylens.thinking.thoughts import Thoughts
 
 
 def replay(
@@ -67,8 +67,8 @@ def replay(
     from replaylens.engine.display import is_stamped
     from replaylens.engine.engine import Engine
     from replaylens.engine.files import write_file
-    from replaylens.engine.replay.run import Run
     from replaylens.engine.request.sampling import Sampling
+    from replaylens.replay.run import Run
 
     with reporting():
         check_drafter(model, drafter, draft_model)

@@ -32,8 +32,8 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.machine import in_bytes
 
 if TYPE_CHECKING:
-    from replaylens.engine.dump.reader import Dump
-    from replaylens.engine.dump.verify import Verification
+    from replaylens.dumps.reader import Dump
+    from replaylens.dumps.verify import Verification
     from replaylens.engine.engine import Engine
     from replaylens.probes.report import Report
 
@@ -58,8 +58,8 @@ def report(
     quiet: QuietOption = False,
 ) -> None:
     """Write one self-contained page: examples, trees, lens, probes, and the result of a verification."""
+    from replaylens.dumps.verify import MISMATCH
     from replaylens.engine.display import word
-    from replaylens.engine.dump.verify import MISMATCH
     from replaylens.views.report import ReportPage, page_file  # needs pandas
 
     with reporting():
@@ -104,7 +104,7 @@ def _again(sources: list[str], out: Path, options: dict[str, Any]) -> str:
 
 def _open(sources: list[str]) -> tuple[Dump | None, tuple[Report, ...]]:
     """Sort the sources: a file, or a folder with a report, is a probe report; anything else must be a dump."""
-    from replaylens.engine.dump.reader import Dump
+    from replaylens.dumps.reader import Dump
     from replaylens.probes.report import FILE, Report
 
     probes = [source for source in sources if Path(source).is_file() or (Path(source) / FILE).is_file()]
@@ -117,7 +117,7 @@ def _open(sources: list[str]) -> tuple[Dump | None, tuple[Report, ...]]:
 
 
 def _verify(dump: Dump, engine: Engine | None, share: float, features: list[str] | None, quiet: bool) -> Verification | None:
-    from replaylens.engine.dump.verify import verify as verify_dump
+    from replaylens.dumps.verify import verify as verify_dump
 
     if not share:
         return None

@@ -21,7 +21,7 @@ def reproduce(
 ) -> None:
     """Compute one of twelve published figures on small weights: the claim, the call, the measured number, hit or miss."""
     with reporting():
-        figures = optional("replaylens.workbench.reproduce", "replaylens reproduce")
+        figures = optional("replaylens.extras.reproduce", "replaylens reproduce")
     if listed:
         with reporting():
             refuse_idle(["name", "as_json"], "with --list. Leave out --list")

@@ -19,8 +19,8 @@ from replaylens.engine.records import parse
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
-    from replaylens.engine.resampling.plan import Answer
-    from replaylens.engine.resampling.rollouts import Rollouts
+    from replaylens.rollouts.plan import Answer
+    from replaylens.rollouts.rollouts import Rollouts
 
 
 def resample(
@@ -66,13 +66,13 @@ def resample(
     quiet: Annotated[bool, typer.Option("--quiet", help="Hide progress bars.")] = False,
 ) -> None:
     """Draw rollouts at positions of a chain and count their outcomes. Repeat the command to continue an unfinished folder."""
-    from replaylens.engine.dump.store import Store
+    from replaylens.dumps.store import Store
     from replaylens.engine.engine import Engine
     from replaylens.engine.request.sampling import Sampling
     from replaylens.engine.request.values import output_path
-    from replaylens.engine.resampling.drawing import chain_of
-    from replaylens.engine.resampling.rollouts import Rollouts
     from replaylens.engine.serving.branch import ResampleKeywords
+    from replaylens.rollouts.drawing import chain_of
+    from replaylens.rollouts.rollouts import Rollouts
 
     with reporting(lambda: "the same command again"):
         options = ResampleKeywords(at=_at(at), max_new=max_new, sites=sites, keep=_keep(keep), replace=replace, wave=wave)
@@ -151,7 +151,7 @@ def _keep(given: str) -> list[str | int]:
 
 
 def _answer(pattern: str | None, choices: Sequence[str], after: str) -> Answer | None:
-    from replaylens.engine.resampling.plan import Answer
+    from replaylens.rollouts.plan import Answer
 
     if pattern is not None and choices:
         raise BadRequest("--answer and --choice are two ways to read an answer. Give one of them.")
@@ -186,8 +186,8 @@ def _tell(found: Rollouts, folder: str, as_json: bool) -> None:
 
 def _write_dump(engine: Engine, found: Rollouts | list[Rollouts], path: str, progress: bool) -> None:
     """One dump of the kept rows of all chains; of a file's chains, rows have the number of theirs as a label."""
-    from replaylens.engine.dump.maker import make_plan, write_dump
-    from replaylens.engine.resampling.rollouts import Rollouts
+    from replaylens.dumps.maker import make_plan, write_dump
+    from replaylens.rollouts.rollouts import Rollouts
 
     task = engine.texts(found)
     asked = (found if isinstance(found, Rollouts) else found[0]).plan.sites

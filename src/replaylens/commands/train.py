@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from replaylens.commands.options import complete_task
-from replaylens.engine import zoo
+from replaylens.weights import zoo
 
 
 def train(

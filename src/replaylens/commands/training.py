@@ -18,21 +18,21 @@ from replaylens.commands.reporting import reporting
 from replaylens.engine.errors import BadRequest, RunExists, no_such
 from replaylens.engine.files import TEMPORARY, require_own, write_file
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import CONFIG_FILE
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.values import output_path
 from replaylens.engine.terminal import hidden
-from replaylens.engine.training import embedded as zoo
-from replaylens.engine.training import embedded_thinking as thinking_zoo
-from replaylens.engine.training import thinking as thinking_train
-from replaylens.engine.training import trainer
-from replaylens.engine.training.recipe import Part, Recipe, backbone_folder, load_tokenizer
-from replaylens.engine.training.recipe_file import SUFFIXES, read_recipe, recipe_text
-from replaylens.engine.training.score import score
-from replaylens.engine.training.thinking import METHODS, Method, Model, ThinkingRecipe
 from replaylens.tasks.errors import TooFewPrompts
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer
+from replaylens.training import embedded as zoo
+from replaylens.training import embedded_thinking as thinking_zoo
+from replaylens.training import thinking as thinking_train
+from replaylens.training import trainer
+from replaylens.training.recipe import Part, Recipe, backbone_folder, load_tokenizer
+from replaylens.training.recipe_file import SUFFIXES, read_recipe, recipe_text
+from replaylens.training.score import score
+from replaylens.training.thinking import METHODS, Method, Model, ThinkingRecipe
+from replaylens.weights.loading import CONFIG_FILE
 
 # ---- train thinking --------------------------------------------------------------------------------------------------
 # `replaylens train coin-thinking`: Thinking-States models and their baselines, also for other tasks and backbones.

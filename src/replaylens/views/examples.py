@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from replaylens.engine.dump.plan import DumpPlan
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.plan import DumpPlan
+from replaylens.dumps.reader import Dump
 from replaylens.engine.errors import BadDump
 from replaylens.engine.memory.tree import BranchStatus, TokenState
-from replaylens.engine.thinking.model import STATE_SITE
-from replaylens.engine.thinking.thoughts import TOKENS_SITE
 from replaylens.tasks.errors import UnknownTask
 from replaylens.tasks.task import AnyTask
+from replaylens.thinking.model import STATE_SITE
+from replaylens.thinking.thoughts import TOKENS_SITE
 from replaylens.views.data import Decode, DrawnPath, Readings, Token
 from replaylens.views.pictures import Tree
 from replaylens.views.thoughts import END, DrawnChunk, DrawnRound, Thinking, step_facts

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 from tqdm.auto import tqdm
 
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.display import together
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import MISMATCH, VERIFIED, Verification
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.files import require_own, write_file
 from replaylens.engine.records import Citation, Identifier

@@ -24,7 +24,7 @@ from rich.text import Text as Line
 from replaylens.engine.display import visible, word
 from replaylens.engine.memory.tree import BranchRecord, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.engine.thinking.thoughts import Round, Thoughts
+from replaylens.thinking.thoughts import Round, Thoughts
 from replaylens.views.data import Fill, Frame, Phase, Slot
 from replaylens.views.html import LOOKS, fragment, join, tag
 from replaylens.views.pictures import Timeline

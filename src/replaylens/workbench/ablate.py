@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import numbered
 from replaylens.engine.model.text import Prompt
@@ -26,6 +25,7 @@ from replaylens.engine.request.values import as_int, as_list, integer, short_rep
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import chosen
 from replaylens.engine.terminal import hidden
+from replaylens.gradients.attribution import one_for_each
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.probes.report import bars
 from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, one_name, paragraph, view

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, wrapped
 from replaylens.engine.errors import BadMetric, BadRequest, UnsupportedModel
-from replaylens.engine.gradients.gradients import LogitDifference
 from replaylens.engine.model.config import handled, require_handled
 from replaylens.engine.model.decoder import Attention, Block, LatentAttention, Mlp
 from replaylens.engine.model.layers import Linear, Norm
@@ -24,6 +23,7 @@ from replaylens.engine.model.mixers import Mixer
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import short_repr, verb
 from replaylens.engine.serving.core import Core
+from replaylens.gradients.gradients import LogitDifference
 from replaylens.probes.report import bars
 from replaylens.workbench.drawing import Grid, Metric, MetricTokens, figure, paragraph, plain, view
 

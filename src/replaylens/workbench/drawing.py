@@ -18,9 +18,9 @@ from torch import Tensor
 
 from replaylens.engine.display import picture, plain, short, visible, word, wrapped
 from replaylens.engine.errors import BadMetric
-from replaylens.engine.gradients.gradients import Divergence, LogitDifference, LogProbability, Named, named
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
+from replaylens.gradients.gradients import Divergence, LogitDifference, LogProbability, Named, named
 from replaylens.views.html import fragment, tag
 from replaylens.views.maps import Heatmap, HeatmapCell, draw, span
 

@@ -15,14 +15,14 @@ from tqdm.auto import tqdm
 
 from replaylens.engine.display import Citable, picture, plain, word
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.features.features import SparseFeatures
-from replaylens.engine.features.rows import FeatureRows
-from replaylens.engine.gradients.branches import differentiable, tape_of
 from replaylens.engine.lens.lens import TunedLens, read_ranked, unembed_hash
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
+from replaylens.features.features import SparseFeatures
+from replaylens.features.rows import FeatureRows
+from replaylens.gradients.branches import differentiable, tape_of
 from replaylens.kernels import cpu as portable
 from replaylens.views.data import layer_name
 from replaylens.workbench.drawing import Grid, figure, view, words

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, visible
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.gradients.attribution import one_for_each
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -23,6 +22,7 @@ from replaylens.engine.request.values import as_float as finite
 from replaylens.engine.request.values import as_list, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
+from replaylens.gradients.attribution import one_for_each
 from replaylens.probes.probe import LinearProbe
 from replaylens.views.html import fragment, tag
 from replaylens.workbench.ablate import chosen_layers

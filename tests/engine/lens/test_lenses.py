@@ -16,9 +16,9 @@ from replaylens.engine.lens import lens as readout
 from replaylens.engine.lens import lens as tuned
 from replaylens.engine.lens import lens as tuned_lens
 from replaylens.engine.lens.lens import TunedLens
-from replaylens.engine.model import loading
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.records import LensSpec
+from replaylens.weights import loading
 from tests.families import hugging_face
 from tests.toy_model import engine, random_model
 from tests.toy_model import engine as toy_engine

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
 from replaylens.engine.loop.lane import Job

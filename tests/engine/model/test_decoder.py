@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.dump.reader import Dump
-from replaylens.engine.dump.verify import VERIFIED, verify
+from replaylens.dumps.reader import Dump
+from replaylens.dumps.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadEdit
 from replaylens.engine.model.config import (
@@ -28,22 +28,22 @@ from replaylens.engine.model.config import (
     without_barred,
 )
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.families.moe import deepseek_v2_mixture, deepseek_v3_mixture
 from replaylens.engine.model.layers import Experts, by_expert
-from replaylens.engine.model.loading import build, load
 from replaylens.engine.model.ops import SequenceOps, TorchOps
 from replaylens.engine.passes.cpu import CpuRowOps
 from replaylens.engine.passes.products import Products
-from replaylens.engine.replay.run import Run
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.training.score import generate
+from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer, get
-from tests.engine.model.models_page import NO_BRIDGE
+from replaylens.training.score import generate
+from replaylens.weights.families.moe import deepseek_v2_mixture, deepseek_v3_mixture
+from replaylens.weights.loading import build, load
 from tests.engine.passes.packed import RAGGED, alone, logits, pack, relative, sequences, worst
 from tests.engine.reference import decoder, random_decoder
-from tests.engine.replay.bridges import bridge
 from tests.families import LATENT_NAMES, NAMES, hugging_face
+from tests.replay.bridges import bridge
+from tests.weights.models_page import NO_BRIDGE
 
 TOLERANCE = 2e-5
 """relative tolerance of float32 logits against Hugging Face"""

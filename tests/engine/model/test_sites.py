@@ -11,13 +11,13 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.loading import load
 from replaylens.engine.model.sites import KEY_SITES, SiteTable, by_layer, by_letter, table
 from replaylens.engine.request.capture import PassTap
-from replaylens.engine.thinking.thoughts import ThinkingSites
+from replaylens.thinking.thoughts import ThinkingSites
+from replaylens.weights.loading import load
 from tests.engine.passes.packed import logits, sequences
-from tests.engine.replay.bridges import bridge
 from tests.families import ALIKE, BOTH_NAMES, LATENT_NAMES, MORE, NAMES, NEW_WIRINGS, hugging_face
+from tests.replay.bridges import bridge
 
 TOLERANCE = 1e-5
 SEQUENCES, LENGTH = 2, 19

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from replaylens import Engine
-from replaylens.engine.model import loading
 from replaylens.kernels.cpu_attention import KV_BLOCK, HostRows, attend
+from replaylens.weights import loading
 from tests.families import ALIKE, NAMES, hugging_face
 
 LENGTH = 150

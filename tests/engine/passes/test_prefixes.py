@@ -7,10 +7,10 @@ import torch
 
 from benchmarks.subjects import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
-from replaylens.engine.model import loading
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.sampling import Sampling
 from replaylens.kernels.cpu_attention import HostRows
+from replaylens.weights import loading
 from tests.families import hugging_face
 from tests.trees import grow
 

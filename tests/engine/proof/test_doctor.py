@@ -16,13 +16,13 @@ from replaylens import cli
 from replaylens.commands import doctor as commands
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NotCertified
-from replaylens.engine.model import loading
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof import certificates, doctor
 from replaylens.engine.proof.doctor import Certificate, Finding
 from replaylens.kernels import cpu, cpu_attention, cpu_recurrent
+from replaylens.weights import loading
 from tests.engine.reference import decoder, random_decoder
 
 FAMILY, HYBRID = "llama", "qwen3-next"

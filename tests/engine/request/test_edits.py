@@ -13,7 +13,6 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, UnknownSite
-from replaylens.engine.model import loading
 from replaylens.engine.records import EditRecord, PlacedEditRecord
 from replaylens.engine.request.capture import Chunk, PositionSlice, Recording, before, picked
 from replaylens.engine.request.edits import Edit
@@ -22,10 +21,11 @@ from replaylens.engine.request.placing import place
 from replaylens.engine.serving.request import chosen
 from replaylens.engine.transformer_lens import slice_of
 from replaylens.tasks.texts import GivenTexts
+from replaylens.weights import loading
 from tests.devices import DEVICES, covering
 from tests.engine.coin_engine import PROMPT
-from tests.engine.replay.bridges import bridge
 from tests.families import hugging_face
+from tests.replay.bridges import bridge
 from tests.toy_model import engine as engine_of_placing
 from tests.toy_model import engine as toy_engine
 from tests.toy_model import random_model

@@ -11,11 +11,11 @@ from torch import Tensor
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, NothingEdited
 from replaylens.engine.model.config import MixtureConfig, Routing
-from replaylens.engine.model.loading import load
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place
 from replaylens.engine.serving.branch import Branch
+from replaylens.weights.loading import load
 from tests.engine.request.test_edits import LENGTH, TOKENS, VECTOR, bits, edited_logits, engine, lens_logits
 from tests.families import hugging_face
 from tests.toy_model import engine as toy_engine

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from replaylens import tasks
-from replaylens.engine.dump.maker import ShardMaker, make_plan
+from replaylens.dumps.maker import ShardMaker, make_plan
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError
 from replaylens.engine.loop.loop import Loop

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from replaylens import Dump, Edit, Engine, Sampling, tasks
-from replaylens.engine.dump.verify import MISMATCH, verify
+from replaylens.dumps.verify import MISMATCH, verify
 from replaylens.engine.errors import BadDump, BadRequest, FingerprintMismatch, UnknownSite
 from replaylens.engine.records import Identifier
 from replaylens.engine.serving.watch import Scorer, Watch, probe_record
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
-from tests.engine.dump.damage import edit_manifest
+from tests.dumps.damage import edit_manifest
 from tests.toy_model import random_model, toy
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import beta
 
 from replaylens import tasks
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, FingerprintMismatch, UnknownSite
 from replaylens.probes import causal

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import EngineError, MissingPackage, UnknownSite
 from replaylens.probes import splits

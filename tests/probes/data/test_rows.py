@@ -15,13 +15,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from replaylens import Run, cli, probes, tasks
-from replaylens.engine.dump.maker import make_plan, write_dump
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, FingerprintMismatch, UnknownSite
-from replaylens.engine.features.features import SparseFeatures
 from replaylens.engine.lens import lens
-from replaylens.engine.model import loading
+from replaylens.features.features import SparseFeatures
 from replaylens.probes import controls, groups, splits, sweeps
 from replaylens.probes.causal import InterventionRunner
 from replaylens.probes.controls import Goal, make_goal
@@ -46,8 +45,9 @@ from replaylens.probes.splits import Split
 from replaylens.probes.sweeps import sweep
 from replaylens.tasks.errors import NotForTexts
 from replaylens.views.report import ReportPage
+from replaylens.weights import loading
 from tests.calibrate import PLAINS, Effect, Noise, Plain
-from tests.engine.features.tiny import COUNT, write
+from tests.features.tiny import COUNT, write
 from tests.probes.synthetic import labelled_rows, rows_of
 from tests.toy_model import engine as toy_engine
 

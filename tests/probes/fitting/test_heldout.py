@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from replaylens import tasks
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.probes import registry, splits
 from replaylens.probes.controls import CONTROL, LABEL, Goal, control_labels, make_goal

@@ -18,7 +18,6 @@ import replaylens as rl
 from replaylens import tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.resampling.plan import OutcomeCounts
 from replaylens.probes.errors import BadRows, ProbeError, SharedRows, UnknownEstimator
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.distributions import (
@@ -41,6 +40,7 @@ from replaylens.probes.groups import histories, independent
 from replaylens.probes.questions.forced import outcome_target
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
+from replaylens.rollouts.plan import OutcomeCounts
 from replaylens.views.report import ReportPage
 from tests.calibrate_forks import BIASES, SETTINGS, Setting, counts_of, rate_of, rollouts_of, token_forks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from replaylens import tasks
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch
 from replaylens.probes import causal, groups, sweeps

@@ -15,7 +15,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 from sklearn.pipeline import Pipeline
 
 from replaylens import Engine, tasks
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.probes import intervals, registry
 from replaylens.probes.areas import area, area_gains, balanced_accuracy
 from replaylens.probes.causal import ablate

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
 from replaylens.probes import area, balanced_accuracy, checks, complexity_curve, fit_probe, steer, sweep, transfer_across

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from replaylens import Dump, Engine, Run, Sampling, probes, tasks
-from replaylens.engine.dump.verify import verify
+from replaylens.dumps.verify import verify
 from replaylens.engine.model.config import ModelConfig
-from replaylens.engine.training import trainer
-from replaylens.engine.training.recipe import Part, Recipe, words_of
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.errors import TaskNameTaken, UnknownTask
+from replaylens.training import trainer
+from replaylens.training.recipe import Part, Recipe, words_of
 from tests.tasks.square import own_registry, square_module
 
 HOW: dict[str, Any] = {"sites": "S", "layers": [2]}

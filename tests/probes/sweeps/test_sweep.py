@@ -24,10 +24,10 @@ from typer.testing import CliRunner
 
 from replaylens import tasks
 from replaylens.cli import app
-from replaylens.engine.cluster import connected
-from replaylens.engine.dump.reader import Dump
+from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, EngineError, FingerprintMismatch
+from replaylens.extras.cluster import connected
 from replaylens.probes import controls, groups, intervals, sweeps, tabulate
 from replaylens.probes.controls import make_goal
 from replaylens.probes.errors import BadProbeFile, BadRows, MissingLabel, ProbeError, SweepMismatch, UnknownEstimator

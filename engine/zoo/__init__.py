@@ -1,9 +1,0 @@
-"""The embedded models by name: their checkpoints, ready to load. Their recipes are in `engine/training`."""
-
-from pathlib import Path
-
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
-TOKENIZER_FILE = "tokenizer.json"
-PLAIN = ("coin-plain", "coin-draft")
-THINKING = ("coin-thinking",)
-"""those that are Thinking-States models"""

@@ -1,0 +1,132 @@
+"""Content: every cell and every bit counts in digests and differences, and nothing else does."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from replaylens.dumps import content
+from replaylens.dumps.content import Content, Pieces, concatenate, count_accepted, first_difference
+
+ROWS = 6
+ACCEPTED = [True, True, False, True, False, True]
+COLUMNS: dict[str, list[Any]] = {
+    "example": [0, 0, 0, 1, 1, 2],
+    "branch": [0, 0, 1, 0, 1, 0],
+    "position": [0, 1, 1, 0, 0, 0],
+    "accepted": ACCEPTED,
+    "text": ["a", None, "", "b\nc", "é", "a"],
+    "logprob": [0.5, None, -1.0, 0.0, 2.0, 3.0],
+    "label": [1, 2, None, 0, 1, 1],
+    "flag": [True, False, None, True, False, True],
+    "real": [0.5, 1.5, None, 2.5, 0.0, 1.0],
+}
+TYPES = {"logprob": pa.float32(), "real": pa.float64(), "label": pa.int32()}
+OTHER = {"text": "z", "logprob": 9.0, "label": 9, "flag": None, "real": 9.5}
+
+
+def table(**changed: list[Any]) -> pa.Table:
+    return pa.table({name: pa.array(values, TYPES.get(name)) for name, values in (COLUMNS | changed).items()})
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    wide = torch.randn(ROWS, 3, generator=draw)
+    return {
+        "blocks.1.hook_in": wide,
+        "blocks.0.hook_out": wide.bfloat16(),
+        "Z.top_ids": torch.arange(ROWS * 4).view(ROWS, 2, 2),
+    }
+
+
+def changes() -> Iterator[tuple[str, int, Content]]:
+    """Every cell, and every tensor in every row, with another value: (name, row, content)."""
+    for name, other in OTHER.items():
+        for row in range(ROWS):
+            values = list(COLUMNS[name])
+            values[row] = other if values[row] != other else True
+            yield name, row, Content(tensors(), table(**{name: values}))
+    for name, x in tensors().items():
+        for row in range(ROWS):
+            changed = x.clone()
+            content.bits_of(changed)[row].flatten()[-1] += 1  # the last bit
+            yield name, row, Content(tensors() | {name: changed}, table())
+
+
+def test_every_cell_counts() -> None:
+    """In the digest, in that of accepted rows if it is accepted, and in the first difference, which names it."""
+    here = Content(tensors(), table())
+    digest, accepted = here.digests()
+    seen = {digest}
+    for name, row, there in changes():
+        found = first_difference(here, there)
+        assert found is not None and found.what.partition("[")[0] == name
+        place = tuple(COLUMNS[key][row] for key in content.KEYS)
+        assert (found.example, found.branch, found.position) == place and found.here != found.there
+        assert found.layer == {"blocks.1.hook_in": 1, "blocks.0.hook_out": 0, "Z.top_ids": 1}.get(name)
+        other, of_accepted = there.digests()
+        assert other not in seen and (of_accepted != accepted) == ACCEPTED[row]
+        seen.add(other)
+        assert here.row_identifier(row).digest != there.row_identifier(row).digest
+        assert all(here.row_identifier(k).digest == there.row_identifier(k).digest for k in range(ROWS) if k != row)
+    assert first_difference(here, Content(tensors(), table())) is None
+
+
+@pytest.mark.parametrize("name, values", [("label", [True, 2, None, 0, 1, 1]), ("flag", [1, 0, None, 1, 0, 1])])
+def test_a_number_is_no_flag(name: str, values: list[Any]) -> None:
+    """Equal as Python has it, and still another kind of value."""
+    kinds = pa.table(
+        {
+            **{k: table().column(k) for k in COLUMNS if k != name},
+            name: pa.array([int(v) if v is not None else None for v in values]),
+        }
+    )
+    flags = pa.table(
+        {
+            **{k: table().column(k) for k in COLUMNS if k != name},
+            name: pa.array([bool(v) if v is not None else None for v in values]),
+        }
+    )
+    found = first_difference(Content(tensors(), kinds), Content(tensors(), flags))
+    assert found is not None and (found.what, found.here, found.there) == (name, str(int(values[0])), str(bool(values[0])))
+    assert Content(tensors(), kinds).digests() != Content(tensors(), flags).digests()
+
+
+def test_the_first_of_two_differences_is_named() -> None:
+    """By row; in a row, index columns before sites, in their order. A missing row comes before all."""
+    here = Content(tensors(), table())
+    late, early = list(COLUMNS["text"]), list(COLUMNS["real"])
+    late[3], early[3] = "z", 9.5
+    found = first_difference(here, Content(tensors(), table(text=late, real=early)))
+    assert found is not None and (found.what, found.example) == ("text", 1)
+    early[1] = 9.5
+    found = first_difference(here, Content(tensors(), table(text=late, real=early)))
+    assert found is not None and (found.what, found.position) == ("real", 1)
+    fewer = here.select(np.array([0, 1, 3, 4, 5]))
+    for one, other, said in ((here, fewer, ("present", "missing")), (fewer, here, ("missing", "present"))):
+        found = first_difference(one, other)
+        assert found is not None and (found.example, found.branch, found.position) == (0, 1, 1)
+        assert (found.what, found.here, found.there) == ("row", *said)
+    other = first_difference(here, Content({"x": torch.zeros(ROWS)}, table()))
+    assert other is not None and other.what == "sites" and "'x'" in other.there and "Z.top_ids" in other.here
+
+
+def test_how_content_is_laid_out_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of a column, its width, the order of columns, pieces of tensors and blocks of any size give the same digests."""
+    expected = Content(tensors(), table()).digests()
+    parts = [table().slice(0, 2), table().slice(2, 3), table().slice(5, 1)]
+    wide = table().set_column(table().column_names.index("label"), "label", table().column("label").cast(pa.int64()))
+    turned = table().select(list(reversed(table().column_names)))
+    pieces = Pieces({name: list(x.split([1, 2, 3])) for name, x in tensors().items()})
+    for made in (Content(tensors(), concatenate(parts)), Content(tensors(), wide), Content(pieces, turned)):
+        assert made.digests() == expected
+    for size in (1, 9, 40):
+        monkeypatch.setattr(content, "_BLOCK", size)
+        assert Content(Pieces({name: list(x.split(1)) for name, x in tensors().items()}), table()).digests() == expected
+    whole = Content(tensors(), table())
+    assert whole.select(np.array(ACCEPTED)).digests() == whole.accepted().digests() and count_accepted(table()) == 4
+    assert whole.of_examples([2, 0]).index.column("example").to_pylist() == [0, 0, 0, 2]
+    assert torch.equal(whole.of_examples([1]).tensors["blocks.1.hook_in"], tensors()["blocks.1.hook_in"][3:5])
