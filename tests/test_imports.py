@@ -19,7 +19,7 @@ import replaylens
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
 SPINE: tuple[tuple[str, ...], ...] = (
-    ("boundary",),
+    ("boundary", "moved"),
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
     ("engine/files", "engine/machine", "engine/records"),
@@ -366,8 +366,8 @@ except AttributeError as error:
 print(json.dumps(found), flush=True)
 """
 TRIPS = {
-    "replaylens.Engine.load('coin-plain')": 92,
-    "replaylens.Dump.open(sys.argv[1])": 26,
+    "replaylens.Engine.load('coin-plain')": 90,
+    "replaylens.Dump.open(sys.argv[1])": 27,
     "replaylens.Engine.load('coin-thinking')": 0,
 }
 """what is done in a fresh interpreter -> the most modules of replaylens that it may load; 0: a control, which must load more"""

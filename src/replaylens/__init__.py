@@ -3,10 +3,9 @@
 Modules load on first use, so `import replaylens` is fast.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from replaylens import boundary
+from replaylens import boundary, moved
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import errors as errors
@@ -42,6 +41,7 @@ PUBLISHED = ""
 """where the project is published; README, pyproject.toml and CITATION.cff say the same, and nothing while this is empty"""
 
 boundary.install()
+moved.install()
 
 _WHERE = {
     "Answer": "replaylens.rollouts.plan:Answer",
@@ -111,8 +111,10 @@ if not TYPE_CHECKING:  # a type checker would take `__getattr__` to mean that ev
         """Import a public name on first use."""
         if name not in _WHERE:
             raise AttributeError(f"module 'replaylens' has no attribute {name!r}. It has {', '.join(sorted(_WHERE))}.")
+        from replaylens.engine.machine import optional
+
         module, _, attribute = _WHERE[name].partition(":")
-        loaded = import_module(module)
+        loaded = optional(module, f"replaylens.{name}")
         return getattr(loaded, attribute) if attribute else loaded
 
 

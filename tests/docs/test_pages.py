@@ -35,7 +35,6 @@ from replaylens.weights import hub
 from replaylens.weights.families import FAMILIES
 from tests.docs.blocks import NOTES, PAGES, ROOT, Block, anchors, blocks, links
 from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALLER
-from tests.test_imports import CORE, FACES, SATELLITES
 
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, *NOTES]}
 RUN = [page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page, TEXTS[page]))]
@@ -341,11 +340,11 @@ def missing_paths(text: str) -> list[str]:
 
 
 def rooms() -> Iterator[str]:
-    """Sub-packages and files of the engine, spelled as on the page."""
-    for entry in sorted((ROOT / "engine").iterdir()):
-        if entry.is_dir() and (entry / "__init__.py").exists():
-            yield f"engine/{entry.name}/"
-        elif entry.suffix == ".py" and entry.name != "__init__.py":
+    """Sub-packages and files of the engine, and sub-packages of `src/replaylens`, spelled as on the page."""
+    for entry in sorted([*(ROOT / "engine").iterdir(), *(ROOT / "src" / "replaylens").iterdir()]):
+        if entry.is_dir() and not entry.is_symlink() and (entry / "__init__.py").exists():
+            yield f"{entry.relative_to(ROOT)}/"
+        elif entry.suffix == ".py" and entry.parent.name == "engine" and entry.name != "__init__.py":
             yield f"engine/{entry.name}"
 
 
@@ -364,21 +363,9 @@ def test_paths_exist() -> None:
 
 
 def test_every_room_has_a_line() -> None:
-    lines = {line.split("|")[1].strip().strip("`") for line in PAGE.splitlines() if line.startswith("| `engine/")}
-    assert lines == set(rooms())
-
-
-def floors(text: str) -> list[set[str]]:
-    """The rooms on each line of the page's diagram, from the bottom up."""
-    (diagram,) = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [set(re.findall(r"([a-z_]+)(?:/|\.py)", line)) for line in reversed(diagram.splitlines())]
-
-
-def test_the_diagram_is_the_table_of_the_import_test() -> None:
-    core = [{room.removeprefix("engine/") for room in rooms} for rooms in CORE]
-    satellites = {room.removeprefix("engine/") for room in SATELLITES}
-    faces = {room for rooms in FACES for room in rooms} - {"errors", "__main__"}
-    assert floors(PAGE) == [*core, satellites, faces]
+    lines = {line.split("|")[1].strip().strip("`") for line in PAGE.splitlines() if line.startswith(("| `engine/", "| `src/"))}
+    files = {f"src/replaylens/{name}.py" for name in ("boundary", "errors", "extend", "moved")}
+    assert lines == set(rooms()) | files
 
 
 def test_names_are_defined_where_the_page_says() -> None:

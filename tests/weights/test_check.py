@@ -19,7 +19,7 @@ from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.proof.fingerprint import weights_hash
-from replaylens.weights import loading
+from replaylens.weights import check, loading
 from replaylens.weights.loading import WEIGHTS_FILE, load, save
 from tests.devices import covering
 from tests.families import ALIKE, GROUPED, NAMES, hugging_face
@@ -463,7 +463,7 @@ def test_the_whole_says_whether_a_multimodal_head_is_tied(tmp_path: Path) -> Non
 
 def test_folders_are_compared_when_asked(folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    monkeypatch.setattr(loading, "require_same", lambda *args: compared.append(args))
+    monkeypatch.setattr(check, "require_same", lambda *args: compared.append(args))
     at = folder("llama")
     Engine.load(at)
     Engine.load(hugging_face("llama"), check=False)

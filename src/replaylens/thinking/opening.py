@@ -8,23 +8,20 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text
 from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.weights import loading, zoo
-from replaylens.weights.hub import THINKING_FILES
-from replaylens.weights.opening import Opened, load_text
+from replaylens.weights.opening import Opened, load_text, thinks
 
 
 def opened_kind(source: Any) -> Opened | None:
     """An embedded name, a located folder or a ThinkingDecoder; None for other sources."""
-    embedded = isinstance(source, str) and source in zoo.THINKING
-    on_disk = isinstance(source, loading.LocatedModel) and loading.exists(source.path / THINKING_FILES[0])
-    if not embedded and not on_disk and (isinstance(source, Decoder) or not isinstance(source, nn.Module)):
+    if not thinks(source) and (isinstance(source, Decoder) or not isinstance(source, nn.Module)):
         return None
     from replaylens.thinking import model as thinking
     from replaylens.thinking.core import ThinkingEngine
 
-    if embedded:
+    if isinstance(source, str):
         folder = zoo.CHECKPOINTS / source
         model, text = thinking.load(folder), Text(WordTokenizer.load(folder / zoo.TOKENIZER_FILE))
-    elif on_disk:
+    elif isinstance(source, loading.LocatedModel):
         model, text = thinking.load(source.path, revision=source.revision), load_text(source.path)
     elif isinstance(source, thinking.ThinkingDecoder):
         model, text = source, Text(None)

@@ -12,8 +12,6 @@ from replaylens.engine.errors import BadDump
 from replaylens.engine.memory.tree import BranchStatus, TokenState
 from replaylens.tasks.errors import UnknownTask
 from replaylens.tasks.task import AnyTask
-from replaylens.thinking.model import STATE_SITE
-from replaylens.thinking.thoughts import TOKENS_SITE
 from replaylens.views.data import Decode, DrawnPath, Readings, Token
 from replaylens.views.pictures import Tree
 from replaylens.views.thoughts import END, DrawnChunk, DrawnRound, Thinking, step_facts
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
 
 _NOTHING = -1
 """marks the absence of a token"""
+TOKENS_SITE, STATE_SITE = "thinking.tokens", "thinking.state"
+"""a dump may hold these sites where Thinking-States models are not installed"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,13 +24,14 @@ from rich.text import Text as Line
 from replaylens.engine.display import visible, word
 from replaylens.engine.memory.tree import BranchRecord, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.thinking.thoughts import Round, Thoughts
 from replaylens.views.data import Fill, Frame, Phase, Slot
 from replaylens.views.html import LOOKS, fragment, join, tag
 from replaylens.views.pictures import Timeline
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
+
+    from replaylens.thinking.thoughts import Round, Thoughts
 
 # ---- thoughts --------------------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ def _added(chunk: DrawnChunk, some: str, none: str) -> str:
 ThoughtWords = tuple[str, ...]
 
 
-def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thinking States") -> Thinking:
+def picture(text: Text, tokens: list[int], thoughts: "Thoughts", title: str = "Thinking States") -> Thinking:
     """All chunks with thoughts, and one more for the answer, which receives the last state and does not think."""
     c = thoughts.config.chunk
 
@@ -236,7 +237,7 @@ def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thi
     def tokens_of(chunk: int) -> ThoughtWords:
         return tuple(word(text, token) for token in tokens[chunk * c : (chunk + 1) * c])
 
-    def dropped(each: Round) -> tuple[DrawnChunk, ...]:
+    def dropped(each: "Round") -> tuple[DrawnChunk, ...]:
         said = enumerate(each.dropped, each.kept)
         return tuple(DrawnChunk(tokens_of(chunk), _words_of(text, thoughts, thought), None) for chunk, thought in said)
 
@@ -251,7 +252,7 @@ def picture(text: Text, tokens: list[int], thoughts: Thoughts, title: str = "Thi
     return Thinking(tuple(chunks), rounds, title, thoughts.config.layers)
 
 
-def thoughts_by_branch(text: Text, record: BranchRecord, thoughts: Thoughts) -> dict[int, dict[int, ThoughtWords]]:
+def thoughts_by_branch(text: Text, record: BranchRecord, thoughts: "Thoughts") -> dict[int, dict[int, ThoughtWords]]:
     """The words of thoughts by branch and position, the last of their chunk: those of the branch, and those of the suffixes of
     its prompt that were rolled back. Empty thoughts are left out."""
     c = thoughts.config.chunk
@@ -263,14 +264,14 @@ def thoughts_by_branch(text: Text, record: BranchRecord, thoughts: Thoughts) -> 
     return found
 
 
-def with_rounds(told: Timeline, text: Text, thoughts: Thoughts) -> Timeline:
+def with_rounds(told: Timeline, text: Text, thoughts: "Thoughts") -> Timeline:
     """A timeline with the rounds of its prefill before the first frame."""
     beside = told.frames[0].others if told.frames else 0
     made = [frame for number, each in enumerate(thoughts.rounds, 1) for frame in _frames(number, each, text, thoughts)]
     return replace(told, frames=(*(replace(frame, others=beside) for frame in made), *told.frames))
 
 
-def _frames(number: int, each: Round, text: Text, thoughts: Thoughts) -> Sequence[Frame]:
+def _frames(number: int, each: "Round", text: Text, thoughts: "Thoughts") -> Sequence[Frame]:
     """One round: the pass over all its chunks if some are rolled back, then what is left."""
     c = thoughts.config.chunk
 
@@ -294,11 +295,11 @@ def _frames(number: int, each: Round, text: Text, thoughts: Thoughts) -> Sequenc
     ]
 
 
-def _by_position(text: Text, thoughts: Thoughts, first: int, said: Sequence[tuple[int, ...]]) -> dict[int, ThoughtWords]:
+def _by_position(text: Text, thoughts: "Thoughts", first: int, said: Sequence[tuple[int, ...]]) -> dict[int, ThoughtWords]:
     c = thoughts.config.chunk
     words = {(chunk + 1) * c - 1: _words_of(text, thoughts, thought) for chunk, thought in enumerate(said, first)}
     return {position: each for position, each in words.items() if len(each) > 1}
 
 
-def _words_of(text: Text, thoughts: Thoughts, tokens: Sequence[int]) -> ThoughtWords:
+def _words_of(text: Text, thoughts: "Thoughts", tokens: Sequence[int]) -> ThoughtWords:
     return tuple(END if token == thoughts.config.eos_token else word(text, token) for token in tokens)

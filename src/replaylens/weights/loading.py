@@ -25,13 +25,10 @@ from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, EngineEr
 from replaylens.engine.files import cache_folder, require_own, write_together
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.weights.check import require_same
 from replaylens.weights.families import FAMILIES, family_of
 from replaylens.weights.family import Family, Sink, Tensors, require_described, require_readable
-from replaylens.weights.gguf import GgufFile
 from replaylens.weights.hub import HubOptions, fetch_snapshot, is_hub_name
 from replaylens.weights.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
-from replaylens.weights.quantised import dequantised
 from replaylens.weights.source import HEAD, WEIGHTS_FILE, Divider, Filler, Shards, Source, Where
 
 # ---- translated ------------------------------------------------------------------------------------------------------
@@ -76,6 +73,8 @@ def from_hugging_face(
     if reference is not None:
         tensors: Tensors = {}
         _fill(family, config, source, tensors)
+        from replaylens.weights.check import require_same
+
         require_same(config, tensors, reference())
     return model
 
@@ -130,6 +129,8 @@ def load_path(
     if not path.exists():
         raise UnsupportedModel(f"{path} does not exist. Give the path of a folder or a .gguf file.")
     if path.suffix == ".gguf" and not path.is_dir():
+        from replaylens.weights.gguf import GgufFile
+
         file = GgufFile(path)
         return _translated(path, file.config, file.source(), dtype, check, device, adapter, packed=packed)
     if not path.is_dir():
@@ -141,6 +142,8 @@ def load_path(
     raw, shards = _read_config(path), Shards(path)
     source = Source(shards.names, shards.read)
     if quantisation := raw.pop("quantization_config", None):
+        from replaylens.weights.quantised import dequantised
+
         source = dequantised(source, quantisation)
     return _translated(path, raw, source, dtype, check, device, adapter, revision, packed)
 
@@ -151,7 +154,12 @@ def config_of(path: Path) -> ModelConfig:
         return ModelConfig.from_json((path / CONFIG_FILE).read_text(encoding="utf-8"))
     if not exists(path if path.suffix == ".gguf" else path / "config.json"):
         raise UnsupportedModel(f"{path} does not exist, or holds no model. Give the path of a folder or a .gguf file.")
-    raw = dict(GgufFile(path).config if path.suffix == ".gguf" else _read_config(path))
+    if path.suffix == ".gguf":
+        from replaylens.weights.gguf import GgufFile
+
+        raw = dict(GgufFile(path).config)
+    else:
+        raw = _read_config(path)
     raw.pop("quantization_config", None)
     return FAMILIES[family_of(raw)].config(raw)
 

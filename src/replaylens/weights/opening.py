@@ -26,7 +26,7 @@ from replaylens.engine.records import DTYPES
 from replaylens.engine.request.values import as_bool, as_list, short_repr
 from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.weights import loading, zoo
-from replaylens.weights.hub import PACKAGED, HubOptions, fetched_folder, is_hub_name
+from replaylens.weights.hub import PACKAGED, THINKING_FILES, HubOptions, fetched_folder, is_hub_name
 
 KINDS = ("replaylens.thinking.opening",)
 """files of other kinds of models: `opened_kind` of each returns how an engine of a source is made, or None"""
@@ -117,7 +117,16 @@ def _other_kind(source: Any) -> Opened | None:
     for name in KINDS:
         if find_spec(name.rpartition(".")[0]) is not None and (found := import_module(name).opened_kind(source)) is not None:
             return found
+    if thinks(source):
+        optional(KINDS[0], "A Thinking-States model")
     return None
+
+
+def thinks(source: Any) -> bool:
+    """Whether a source is the embedded name or the folder of a Thinking-States model."""
+    if isinstance(source, loading.LocatedModel):
+        return loading.exists(source.path / THINKING_FILES[0])
+    return isinstance(source, str) and source in zoo.THINKING
 
 
 # ---- a place to compute ----------------------------------------------------------------------------------------------
