@@ -67,7 +67,7 @@ peers: $(STAMP)  # other projects' own tests on our values; downloads their sour
 
 # Inspect, lm-eval and lmprobe ask for older versions than the pinned ones: an environment of their own, with the same torch
 evals: .venv-evals/.installed
-	OMP_NUM_THREADS=1 .venv-evals/bin/python -m pytest -q tests/bridges -m "slow or not slow"
+	OMP_NUM_THREADS=1 .venv-evals/bin/python -m pytest -q tests/extras -m "slow or not slow"
 
 .venv-evals/.installed: pyproject.toml constraints.txt
 	test -x .venv-evals/bin/python || $(PYTHON) -m venv .venv-evals

@@ -1,6 +1,6 @@
 """What an identifier names: finding it in folders, and checking reports, figures, rollouts and single rows for `verify`.
 
-A dump is checked by `engine.dump.verify`. Everything here is read only; nothing in a file is executed.
+A dump is checked by `dumps.verify`. Everything here is read only; nothing in a file is executed.
 """
 
 import json

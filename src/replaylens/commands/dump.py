@@ -67,7 +67,7 @@ WritersOption = Annotated[
     int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
 ]
 KEPT = "all, generated, last, steps, text:SUBSTRING, label:NAME, or a span such as 3:7 or -2:"
-"""as in `engine.dump.plan`, which needs numpy"""
+"""as in `dumps.plan`, which needs numpy"""
 TASK, EXAMPLES = "coin", 100
 """what `dump` replays by default"""
 

@@ -30,7 +30,7 @@ TOKENS_SITE, STATE_SITE = "thinking.tokens", "thinking.state"
 
 @dataclass(frozen=True, eq=False)
 class DumpedThoughts:
-    """The thoughts of a shard, by row; see `engine.thinking.thoughts`."""
+    """The thoughts of a shard, by row; see `thinking.thoughts`."""
 
     plan: DumpPlan
     decode: Decode
