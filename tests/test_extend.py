@@ -18,12 +18,13 @@ from sklearn.svm import LinearSVC
 from typer.testing import CliRunner
 
 import replaylens as rl
-from replaylens import extend, tasks
+from replaylens import tasks
 from replaylens.cli import app
 from replaylens.engine.display import Citable
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnsupportedModel
 from replaylens.extend import check
+from replaylens.extend import checks as extend
 from replaylens.probes.errors import BadPosition, ProbeError
 from replaylens.probes.registry import ESTIMATORS, Estimator
 from replaylens.probes.rows import ProbeRows
@@ -372,7 +373,7 @@ def test_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "from replaylens.probes.registry import ESTIMATORS, Estimator\n"
         "ESTIMATORS['centroid'] = Estimator('centroid', 'nearest mean', NearestCentroid, 'apart', linear=False)\n"
     )
-    monkeypatch.setattr("replaylens.extend.ESTIMATORS", ESTIMATORS)
+    monkeypatch.setattr("replaylens.extend.checks.ESTIMATORS", ESTIMATORS)
     try:
         said = CliRunner().invoke(app, ["extend", "check", f"{tmp_path}/own.py:centroid"])
         assert said.exit_code == 0 and "kept    a sweep fits it" in said.output

@@ -28,7 +28,7 @@ MOVED = {
 
 def install() -> None:
     """Mutates: the old names can be imported from now on."""
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _OldNames())
 
 
 def new_name(name: str) -> str | None:
@@ -40,7 +40,7 @@ def new_name(name: str) -> str | None:
     return None
 
 
-class _Finder:
+class _OldNames:
     """Finds old names only."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -22,7 +22,7 @@ from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.model.sites import KEY_SITES, by_layer
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.edits import Edit
-from replaylens.extend import overlooked
+from replaylens.extend.checks import overlooked
 from replaylens.weights.families import FAMILIES
 from replaylens.weights.families import REFUSED as REFUSALS
 from replaylens.weights.family import require_described, require_readable

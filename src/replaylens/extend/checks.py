@@ -47,7 +47,7 @@ from replaylens.weights.loading import load
 if TYPE_CHECKING:
     from torch import nn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOLERANCE = 2e-5
 """relative, of float32 gradients against float64"""
 LAYER_NAMES = tuple(dict.fromkeys([*layer_sites(False, False), *layer_sites(True, True)]))
