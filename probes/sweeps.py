@@ -623,11 +623,22 @@ class _Sweep:
 
     def _load(self, rows: ProbeRows, batch: list[Cell]) -> Tensor:
         """[cells, rows, d]"""
-        dtype = torch.float64 if self.settings.precision == "double" else torch.float32
-        stacked = torch.stack([torch.from_numpy(rows.matrix(cell.site, cell.layer)).to(dtype) for cell in batch])
-        return stacked.to(self.settings.device)
+        matrices = [torch.from_numpy(rows.matrix(cell.site, cell.layer)) for cell in batch]
+        dtype = torch.float64
+        if self.settings.precision == "single":
+            dtype = torch.float32
+            for cell, matrix in zip(batch, matrices, strict=True):
+                most = float(matrix.abs().max())
+                if not _SQUARES[0] < most < _SQUARES[1] and most:
+                    raise BadRows(
+                        f"Values of {cell} reach {most:.0e}, whose squares leave single precision. Use precision='double' "
+                        "(on the command line --precision double), or scale the rows."
+                    )
+        return torch.stack([matrix.to(dtype) for matrix in matrices]).to(self.settings.device)
 
 
+_SQUARES = (1e-15, 1e15)
+"""the largest value of a matrix whose sums of squares are neither lost nor infinite in single precision"""
 _UNFIT = {"class": "the label has classes, and it is a regressor", "number": "the label is a number, and it is a classifier"}
 """kind of a goal -> why an estimator does not take it"""
 

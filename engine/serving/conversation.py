@@ -138,7 +138,9 @@ class Conversation(NotCopyable):
     @named_options
     def generate(self, n: int, *, sampling: Sampling | None = None, **options: Unpack[GenerateKeywords]) -> ChatTurn:
         """Let the model write the next turn, of up to `n` tokens, or continue its last one if that was cut by its length.
-        Returns the turn. Options as in `Engine.generate`."""
+        Returns the turn. Options as in `Engine.generate`, but for `final`: a turn's last row is always computed."""
+        if not options.get("final", True):
+            raise BadRequest("A conversation computes the last row of every turn. Leave out final=False.")
         sampling = as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, SAMPLING)
         self._require()
         last = self.turns[-1]

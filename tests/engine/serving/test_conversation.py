@@ -139,6 +139,13 @@ def towards(engine: Engine, token: int) -> Edit:
     return Edit(SITE, "set", value=column / column.norm() * 100)
 
 
+def test_the_last_row_of_a_turn_cannot_be_left_out(engine: Engine) -> None:
+    conversation = Conversation(engine, FIRST)
+    with pytest.raises(BadRequest, match="final=False"):
+        conversation.generate(3, final=False)
+    assert conversation.generate(3, final=True).role == "assistant"
+
+
 def test_tools_are_written(engine: Engine) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     assert "tools:" in talked(engine, tools=tools).branch.text and "tools:" not in talked(engine).branch.text

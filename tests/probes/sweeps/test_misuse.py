@@ -59,6 +59,11 @@ def of_pandas(features: Any) -> ProbeRows:
 CASES: dict[str, Case] = {
     # ---- options of a sweep
     "label=3": (swept(3), ProbeError, "label=3"),
+    "values whose squares leave single precision": (
+        lambda: sweep(of_arrays(X * 1e22), "label", **{**FEW, "layers": None, "positions": None}, precision="single"),
+        BadRows,
+        "precision='double'",
+    ),
     "label twice": (swept(["face", "face"]), ProbeError, "label has 'face' 2 times"),
     "permutations='10'": (swept(permutations="10"), ProbeError, "permutations='10'. Give a whole number"),
     "permutations=1.5": (swept(permutations=1.5), ProbeError, "permutations=1.5. Give a whole number"),
