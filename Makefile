@@ -32,21 +32,21 @@ type: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks run branches-cpu generate-cpu hostwork-cpu dump-cpu feed-cpu probes-cpu thinking-cpu \
+	$(BIN)/python -m bench run branches-cpu generate-cpu hostwork-cpu dump-cpu feed-cpu probes-cpu thinking-cpu \
 	  gradients-cpu
 
 notebooks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/build.py
 
 soak: $(STAMP)
-	$(BIN)/python -m tests.soak --operations $(or $(OPERATIONS),100000) --seed $(or $(SEED),0)
+	$(BIN)/python -m bench.soak --operations $(or $(OPERATIONS),100000) --seed $(or $(SEED),0)
 
 mutants: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --jobs 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.mutants --jobs 2
 
 calibrate: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.calibrate
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.calibrate_forks
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.calibrate
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.calibrate_forks
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow
@@ -62,8 +62,8 @@ smollm2: $(STAMP)
 	$(BIN)/python -m pytest -q -m slow tests/weights/test_smollm2.py tests/notebooks
 	$(BIN)/python docs/examples/smollm2.py dumps/smollm2
 
-peers: $(STAMP)  # other projects' own tests on our values; downloads their source packages once, and writes tests/peers/README.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.peers
+peers: $(STAMP)  # other projects' own tests on our values; downloads their source packages once, and writes bench/peers/README.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.peers
 
 # Inspect, lm-eval and lmprobe ask for older versions than the pinned ones: an environment of their own, with the same torch
 evals: .venv-evals/.installed

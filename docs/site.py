@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 HOME = ROOT / "README.md"
-EXTRA = (HOME, ROOT / "CONTRIBUTING.md", ROOT / "notes" / "log.md", *sorted((ROOT / "studies").glob("*.md")))
+EXTRA = (HOME, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "bench" / "studies").glob("*.md")))
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\(|(?:src|srcset|href)=\")([^)\s\"#:]+)((?:#[^)\s\"]*)?[)\"])")
 

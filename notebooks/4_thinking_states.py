@@ -20,7 +20,7 @@
 #
 # Nothing is downloaded. This notebook has no variable for SmolLM2: its checkpoint has no blocks T and C, so it thinks nothing.
 # They must be trained into a model first; how, and what came of it around SmolLM2-135M, is in
-# [the study](../notes/thinking_states.md#around-smollm2-135m).
+# [the study](../docs/notes/thinking_states.md#around-smollm2-135m).
 
 # %%
 import numpy as np

@@ -65,7 +65,7 @@ REASONS = {
 """option, or "call option" -> why nothing can differ; see `reason`"""
 _SPELLINGS: dict[tuple[str, str], set[str]] = {}
 """(command, flag) -> all its names, such as --no-rejected"""
-_NOT_HERE = ("tests/gpu/", "tests/peers/", "tests/extras/test_real_cluster.py", "tests/engine/test_soak.py")
+_NOT_HERE = ("tests/gpu/", "bench/peers/", "tests/extras/test_real_cluster.py", "tests/engine/test_soak.py")
 Known = dict[str, dict[str, str | None]]
 
 

@@ -82,7 +82,7 @@ class Rerun:
         return any(each.failed and (self.refusals_count or "DID NOT RAISE" not in each.said) for each in reports)
 
     def run(self, files: Sequence[str]) -> "Rerun":
-        options = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "tests.mutants.quick"]
+        options = ["-q", "--tb=no", "--assert=plain", "-p", "no:cacheprovider", "-p", "bench.mutants.quick"]
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             pytest.main([*options, *(f"{ROOT}/{each}" for each in files)], plugins=[self])
         return self

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- the house: written by python -m tests.test_house -->\n", "<!-- the house ends -->\n"
 SIZES = "tool.replaylens.budget"
 """table of pyproject.toml: room -> most files, most lines. Raising one is a line in a commit that says what it buys"""
-FOLDERS = ("tests", "benchmarks", "studies")
+FOLDERS = ("tests", "bench")
 """measured as a whole, beside the package's rooms"""
 
 

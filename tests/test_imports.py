@@ -203,7 +203,7 @@ def sources() -> Iterator[tuple[Path, str | None]]:
     for module, file in modules().items():
         is_package = file.name == "__init__.py" and module.count(".") == 1 and module != "replaylens"
         yield file, "__init__" if module == "replaylens" else None if is_package else room_of(module)
-    for folder in ("tests", "benchmarks", "studies", "notebooks"):
+    for folder in ("tests", "bench", "notebooks"):
         yield from ((file, None) for file in sorted((ROOT / folder).rglob("*.py")))
 
 
@@ -374,7 +374,7 @@ TRIPS = {
 LOADED = 'print(*sorted(name for name in sys.modules if name.startswith("replaylens.")), flush=True)\n'
 BENCHMARKS = """
 sys.path.insert(0, sys.argv[2])
-from benchmarks.__main__ import declared
+from bench.__main__ import declared
 declared()
 print("triton" in sys.modules, flush=True)
 """

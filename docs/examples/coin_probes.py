@@ -1,4 +1,4 @@
-"""Every probe of notes/coin_plain.md on coin-plain, from its dumps to its verdicts.
+"""Every probe of docs/notes/coin_plain.md on coin-plain, from its dumps to its verdicts.
 
 python docs/examples/coin_probes.py OUT [SCALE [QUESTION ...]]
 

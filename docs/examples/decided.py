@@ -1,8 +1,8 @@
 """Where are answers decided? `python docs/examples/decided.py coin-plain|coin-thinking|smollm2 [OUT] [--scale 1]`
 
-Rollouts along coin texts, with the statistics of docs/branches.md. Writes OUT/decided-MODEL.json (default: benchmarks/results)
-and prints the tables of notes/decided.md from it. --scale multiplies the number of texts. On one core: coin-plain about two
-minutes, coin-thinking seconds, SmolLM2-135M (`replaylens fetch smollm2`) about two minutes.
+Rollouts along coin texts, with the statistics of docs/branches.md. Writes OUT/decided-MODEL.json (default: bench/results)
+and prints the tables of docs/notes/decided.md from it. --scale multiplies the number of texts. On one core: coin-plain about
+two minutes, coin-thinking seconds, SmolLM2-135M (`replaylens fetch smollm2`) about two minutes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from replaylens.rollouts.plan import sentence_spans
 from replaylens.rollouts.rollouts import OutcomeCounts, Rollouts
 from replaylens.tasks import Example
 
-OUT = Path(__file__).parents[2] / "benchmarks" / "results"
+OUT = Path(__file__).parents[2] / "bench" / "results"
 OTHER = {"heads": "tails", "tails": "heads"}
 FINAL = rl.Answer.regex(r"So the state is (heads|tails)")
 WEI = rl.Answer.regex(r"A: (yes|no)\.")
@@ -293,7 +293,7 @@ def main() -> None:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """The tables of notes/decided.md."""
+    """The tables of docs/notes/decided.md."""
     lines: list[str] = []
     if "tokens" in found:
         lines += ["| text | tokens | tokens shown to matter | change points [interval] |", "|---|---:|---|---|"]

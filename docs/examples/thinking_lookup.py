@@ -5,7 +5,7 @@ python docs/examples/thinking_lookup.py MODEL [LENGTH ...]
 Under the true states, so that no error comes of an earlier one. A thought needs the values of the variables on the right side
 of its operation, and each of them stands in the thought after which it was last changed: so many operations back. Texts of up
 to N operations never show a distance above N; longer ones do. MODEL is a folder that
-`python -m benchmarks run thinking-variables-gpu --set models=FOLDER` left.
+`python -m bench run thinking-variables-gpu --set models=FOLDER` left.
 """
 
 import json

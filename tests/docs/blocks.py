@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-NOTES = sorted(f"{folder}/{p.name}" for folder in ("notes", "studies") for p in (ROOT / folder).glob("*.md"))
+NOTES = sorted(f"{folder}/{p.name}" for folder in ("docs/notes", "bench/studies") for p in (ROOT / folder).glob("*.md"))
 """records of what was measured: their links are checked, their snippets are not run"""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")

@@ -397,7 +397,7 @@ def script() -> ModuleType:
 
 
 def result(model: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads((ROOT_OF_DECIDED / "benchmarks" / "results" / f"decided-{model}.json").read_text())
+    found: dict[str, object] = json.loads((ROOT_OF_DECIDED / "bench" / "results" / f"decided-{model}.json").read_text())
     return found
 
 

@@ -21,7 +21,7 @@ from tests.docs.pages import WORDS
 OTHERS = {word for words in WORDS.values() for word in words}
 ROOMS = ("engine/", "kernels/", "probes/", "tasks/", "src/replaylens/")
 """whose texts are checked, as are the pages"""
-OTHER_ROOMS = ("tests/", "benchmarks/", "studies/", "notebooks/", "docs/", "notes/")
+OTHER_ROOMS = ("tests/", "bench/", "notebooks/", "docs/")
 """whose definitions and paths count, too"""
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 NAME = re.compile(r"[A-Za-z_]\w*")

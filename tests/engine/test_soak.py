@@ -39,7 +39,7 @@ def test_a_difference_ends_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     processes(monkeypatch, 0, 1)
     assert soak.main(["--operations", "9000", "--seed", "7"]) == 1
     said = capsys.readouterr().out
-    assert "KV of branch 3" in said and "`python -m tests.soak --seed 7 --only 1` runs it again" in said
+    assert "KV of branch 3" in said and "`python -m bench.soak --seed 7 --only 1` runs it again" in said
 
 
 def test_other_bits_after_a_restart_are_found() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.subjects import random_decoder
+from bench.subjects import random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import Latent, ModelConfig
 from replaylens.engine.model.ops import SequenceOps

@@ -100,7 +100,7 @@ def test_streamed_weights_are_those_of_the_host(name: str, dtype: torch.dtype, t
 
 
 def test_the_host_holds_a_small_part_of_the_weights(tmp_path: Path) -> None:
-    from benchmarks.loading import make_checkpoint
+    from bench.loading import make_checkpoint
 
     make_checkpoint(tmp_path, layers=4)
     done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.hybrids_ranks_gpu import by_nccl
+from bench.hybrids_ranks_gpu import by_nccl
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import RankFailed
 from tests.families import hugging_face

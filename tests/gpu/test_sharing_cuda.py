@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.subjects import TINY_SHAPE, random_decoder
+from bench.subjects import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.weights import loading
 from tests.families import hugging_face

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import library, resampling
-from benchmarks.harness import CASES, run
+from bench import library, resampling
+from bench.harness import CASES, run
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from benchmarks import thinking_tables
-from benchmarks.harness import RESULTS
-from benchmarks.thinking import EOS as EOS_OF_ARMS
-from benchmarks.thinking import PAD as PAD_OF_ARMS
-from benchmarks.thinking import TINY_SHAPES, by_hand, triggered
-from benchmarks.thinking_tables import (
+from bench import thinking_tables
+from bench.harness import RESULTS
+from bench.thinking import EOS as EOS_OF_ARMS
+from bench.thinking import PAD as PAD_OF_ARMS
+from bench.thinking import TINY_SHAPES, by_hand, triggered
+from bench.thinking_tables import (
     BACKBONE,
     PARITY,
     SMOKE,
@@ -460,7 +460,7 @@ def test_a_run_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tables_of_the_docs_are_those_of_the_files() -> None:
-    """Every line of the parity table in notes/thinking_states.md; the word problems' numbers are on file, too."""
+    """Every line of the parity table in docs/notes/thinking_states.md; the word problems' numbers are on file, too."""
     page = (ROOT / "notes" / "thinking_states.md").read_text().splitlines()
     parity = paper_table(merged([RESULTS / "thinking-parity-gpu.json", RESULTS / "thinking-parity-cut-gpu.json"]))
     assert len(parity) > 20 and [line for line in parity if line and line not in page] == []

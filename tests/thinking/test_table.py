@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.thinking_tables import PAPER, SMOKE, paper_runs
+from bench.thinking_tables import PAPER, SMOKE, paper_runs
 from replaylens.training import embedded as zoo
 from replaylens.training import thinking as thinking_train
 from replaylens.training.thinking import METHODS, chunked

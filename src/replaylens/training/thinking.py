@@ -378,7 +378,7 @@ class ThinkingRecipe(Recipe):
     the length of a text. None: one text per row"""
     cut: bool = False
     """every other step omits the first chunks of its rows but keeps their states. Without the beginning of its text, a thought
-    can only come from the state, so the model learns to use it (see notes/thinking_states.md)"""
+    can only come from the state, so the model learns to use it (see docs/notes/thinking_states.md)"""
     backbone: str | None = None
     """the pretrained model to start from, with its tokenizer: smollm2, or a folder. None: from scratch, with a tokenizer of
     the tasks' words"""
@@ -387,7 +387,7 @@ class ThinkingRecipe(Recipe):
     stream, norms and the loss stay in float32. Replay is canonical with either"""
     thought_loss: ThoughtLoss = "tokens"
     """tokens: mean over all tokens of thoughts. chunks: as published, the sum over a text's chunks, each with the mean over the
-    tokens of its thought, averaged over texts; it grows with the length of a text (see notes/thinking_states.md)"""
+    tokens of its thought, averaged over texts; it grows with the length of a text (see docs/notes/thinking_states.md)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.hostwork import WAYS, branches, generate, host_engine
+from bench.hostwork import WAYS, branches, generate, host_engine
 from replaylens.engine.loop.admission import Planner
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.lane import Turn

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.subjects import TINY_SHAPE, random_decoder
+from bench.subjects import TINY_SHAPE, random_decoder
 from replaylens.engine.engine import Engine
 from replaylens.engine.passes.batch import Batch
 from replaylens.engine.request.sampling import Sampling

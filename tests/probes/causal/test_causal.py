@@ -309,7 +309,7 @@ def test_a_subspace_reads_three_classes() -> None:
 @pytest.mark.slow  # importing TransformerLens takes ten seconds
 def test_direction_found_by_transformer_lens(engine: Engine) -> None:
     """DAS on a bridge with the same weights finds a direction; exchanging along it flips our engine's answers."""
-    from benchmarks.subjects import bridge, hugging_face
+    from bench.subjects import bridge, hugging_face
     from replaylens.probes.causal import find_direction
 
     task = tasks.get("coin")(flips=3, p=1.0)
@@ -324,7 +324,7 @@ def test_direction_found_by_transformer_lens(engine: Engine) -> None:
 @pytest.mark.slow
 def test_subspaces_at_any_position_by_transformer_lens(engine: Engine) -> None:
     """DAS of rank 2 at the word of the first face: exchanging there flips the answer. A label may have several classes."""
-    from benchmarks.subjects import bridge, hugging_face
+    from bench.subjects import bridge, hugging_face
     from replaylens.probes.causal import find_direction
 
     task = tasks.get("coin")(flips=2, p=1.0)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from bench.calibrate import PLAINS, Effect, Noise, Plain
 from replaylens import Run, cli, probes, tasks
 from replaylens.dumps.maker import make_plan, write_dump
 from replaylens.dumps.reader import Dump
@@ -46,7 +47,6 @@ from replaylens.probes.sweeps import sweep
 from replaylens.tasks.errors import NotForTexts
 from replaylens.views.report import ReportPage
 from replaylens.weights import loading
-from tests.calibrate import PLAINS, Effect, Noise, Plain
 from tests.features.tiny import COUNT, write
 from tests.probes.synthetic import labelled_rows, rows_of
 from tests.toy_model import engine as toy_engine

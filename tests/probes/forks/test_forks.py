@@ -15,6 +15,7 @@ from scipy import stats
 from scipy.special import gammaln
 
 import replaylens as rl
+from bench.calibrate_forks import BIASES, SETTINGS, Setting, counts_of, rate_of, rollouts_of, token_forks
 from replaylens import tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
@@ -42,7 +43,6 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.rollouts.plan import OutcomeCounts
 from replaylens.views.report import ReportPage
-from tests.calibrate_forks import BIASES, SETTINGS, Setting, counts_of, rate_of, rollouts_of, token_forks
 
 
 @pytest.mark.parametrize("right, total", [(0, 20), (3, 20), (20, 20), (97, 100)])
@@ -836,6 +836,6 @@ def test_estimates_lose_the_bias_of_counting() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SETTINGS)))
 def test_every_aim_is_met(number: int) -> None:
-    """What `python -m tests.calibrate_forks` tabulates."""
+    """What `python -m bench.calibrate_forks` tabulates."""
     found = rate_of(number, 300)
     assert found.held != (found.setting in MISSED), found
