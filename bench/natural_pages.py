@@ -189,7 +189,7 @@ def boards(tiny: bool = False) -> Iterator[Line]:
 
 
 def main() -> None:
-    page = DOCS.parent / "notes" / "natural.md"
+    page = DOCS / "notes" / "natural.md"
     page.write_text(rewritten(page.read_text(), read(RESULTS / "natural-gpu.json")))
     for kind, kept in json.loads((RESULTS / "natural-boards.json").read_text()).items():
         (DOCS / "img" / f"natural-{kind}.svg").write_text(first_round(told(kept, kind)), encoding="utf-8")

@@ -75,7 +75,7 @@ def test_names_and_patterns() -> None:
 
 def test_every_command_of_the_docs_is_a_case() -> None:
     """`python -m bench run NAME` in README, docs, notes and Makefile; and what docs/performance.md names a table by."""
-    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md"), *(ROOT / "notes").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "notes").glob("*.md")]
     named = [w for page in pages for line in page.read_text().split("bench run ")[1:] for w in names(line)]
     tables = re.findall(
         r"`([a-z]+(?:-[a-z0-9]+)*-(?:cpu|gpu|cuda|solvers)(?:\.\w+)?)`", (ROOT / "docs/performance.md").read_text()
@@ -349,7 +349,10 @@ def test_prompts_differ_and_differences_are_found():
 
 def test_the_page_shows_the_numbers_on_file():
     """docs/notes/natural.md is made from bench/results/natural-gpu.json."""
-    rows, page = natural_pages.read(RESULTS / "natural-gpu.json"), (ROOT_OF_NATURAL / "notes" / "natural.md").read_text()
+    rows, page = (
+        natural_pages.read(RESULTS / "natural-gpu.json"),
+        (ROOT_OF_NATURAL / "docs" / "notes" / "natural.md").read_text(),
+    )
     assert natural_pages.rewritten(page, rows) == page and page.count("<!-- end -->") == len(natural_pages.TABLES)
     changed = {what: {**row, "per_1000": 99.0} if "per_1000" in row else row for what, row in rows.items()}
     assert natural_pages.rewritten(page, changed) != page

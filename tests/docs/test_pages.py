@@ -383,7 +383,7 @@ def test_control() -> None:
 # `docs/examples/decided.py`: its parts, and that the page says what its result files do.
 
 ROOT_OF_DECIDED = Path(__file__).parents[2]
-PAGE_OF_DECIDED = (ROOT_OF_DECIDED / "notes" / "decided.md").read_text()
+PAGE_OF_DECIDED = (ROOT_OF_DECIDED / "docs" / "notes" / "decided.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -461,7 +461,7 @@ def test_a_run_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_tables_of_the_docs_are_those_of_the_files() -> None:
     """Every line of the parity table in docs/notes/thinking_states.md; the word problems' numbers are on file, too."""
-    page = (ROOT / "notes" / "thinking_states.md").read_text().splitlines()
+    page = (ROOT / "docs" / "notes" / "thinking_states.md").read_text().splitlines()
     parity = paper_table(merged([RESULTS / "thinking-parity-gpu.json", RESULTS / "thinking-parity-cut-gpu.json"]))
     assert len(parity) > 20 and [line for line in parity if line and line not in page] == []
     rows = rows_of(RESULTS / "thinking-texts-gpu.json")
