@@ -22,7 +22,8 @@ def test_every_group_has_its_answers() -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in GROUPS])
 def test_the_answers_are_the_known_ones(name: str) -> None:
     """`python -m tests.golden NAME` prints what differs; add --record once it is right."""
-    assert differences(answers(GROUPS[name]), KNOWN[name]) == []
+    differ = differences(answers(GROUPS[name]), KNOWN[name])
+    assert not differ, differ
 
 
 def test_a_difference_is_found() -> None:
