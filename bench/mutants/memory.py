@@ -306,8 +306,8 @@ MEMORY = (
     Mutant(
         "rejected-drafts-of-the-fast-path-certified",
         "replaylens.engine.loop.commit",
-        "other = Lane(kept, PageTable(), exact=lane.exact,",
-        "other = Lane(kept, PageTable(), exact=True,",
+        "other = Lane(record, PageTable(), exact=lane.exact,",
+        "other = Lane(record, PageTable(), exact=True,",
         "rejected drafts that read KV of the fast path are not certified, nor are their forks",
         ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
@@ -330,8 +330,8 @@ MEMORY = (
     Mutant(
         "fork-of-the-fast-path-certified",
         "replaylens.engine.serving.forest",
-        "Lane(child, table, table.length, lane.exact, capture",
-        "Lane(child, table, table.length, True, capture",
+        "Lane(self.tree.branch(child), table, table.length, lane.exact, capture",
+        "Lane(self.tree.branch(child), table, table.length, True, capture",
         "a fork of a branch with KV of the fast path is not certified",
         ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
@@ -354,8 +354,8 @@ MEMORY = (
     Mutant(
         "wrong-guess-of-the-fast-path-certified",
         "replaylens.thinking.prefill",
-        "other = Lane(branch, PageTable(), exact=lane.exact,",
-        "other = Lane(branch, PageTable(), exact=True,",
+        "other = Lane(tree.branch(branch), PageTable(), exact=lane.exact,",
+        "other = Lane(tree.branch(branch), PageTable(), exact=True,",
         "a suffix after a wrong guess that read KV of the fast path is not certified",
         ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),

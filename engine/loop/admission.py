@@ -21,7 +21,6 @@ from replaylens.engine.loop.drafters import REPEATED, Drafter, SelfDrafter
 from replaylens.engine.loop.lane import Job, Statistics, Turn, Window
 from replaylens.engine.loop.queue import JobQueue
 from replaylens.engine.loop.reservations import Reservations
-from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes.runner import Runner
 
 # ---- planner ---------------------------------------------------------------------------------------------------------
@@ -128,7 +127,6 @@ class Admission:
     def __init__(
         self,
         runner: Runner,
-        tree: BranchTree,
         drafters: dict[str, Drafter],
         queue: JobQueue,
         reservations: Reservations,
@@ -138,7 +136,7 @@ class Admission:
         """
         lone_rows  rows of a pass that nobody waits for, if more than `max_rows`
         """
-        self.runner, self.tree, self.drafters, self.queue = runner, tree, drafters, queue
+        self.runner, self.drafters, self.queue = runner, drafters, queue
         self.reservations, self.max_rows, self.lone_rows = reservations, max_rows, max(max_rows, lone_rows)
         self.planner = Planner()
         self._alone = False
@@ -255,11 +253,11 @@ class Admission:
         return False
 
     def _prefills(self, job: Job) -> bool:
-        return job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) > 1
+        return job.num_waiting(len(job.lane.record.tokens)) > 1
 
     def _plan(self, job: Job, budget: int) -> Turn | None:
         """The job's next rows: those without KV, up to the budget. Drafts come only after the last token. None: it waits."""
-        tokens = self.tree.branch(job.lane.branch).tokens
+        tokens = job.lane.record.tokens
         start = self._start(job, len(tokens))
         rows = tokens[start : start + budget]
         turn = Turn(job, start, rows, complete=start + len(rows) == len(tokens))
@@ -319,7 +317,7 @@ class Admission:
         if job.window is None:
             free = min(self._num_drafts(job, at, free=True), _AT_FIRST + job.statistics.accepted)
         count = max((steps for steps in self._missing if (count - 1) / 2 <= steps <= count), default=count)
-        path = self.tree.branch(job.lane.branch).past.path(at)
+        path = job.lane.record.past.path(at)
         again = path.repetition(REPEATED, free) if free else []
         window = Window(at, len(again) or count, again, ended=bool(again) and again[-1] in job.sampling.stop_tokens)
         self._missing.add(window.num_missing)
@@ -384,7 +382,7 @@ class Admission:
             self.queue.end(job, self.reservations.out_of_states)
             return None
         needed = pool.num_needed(job.lane.table, turn.start, turn.end)
-        length = len(self.tree.branch(job.lane.branch).tokens)
+        length = len(job.lane.record.tokens)
         full = (needed, pool.num_free, pool.num_pages)
         self.queue.end(job, OutOfPages.for_ever(*full, length, length + job.remaining, pool.page_size))
         return None

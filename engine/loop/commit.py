@@ -56,7 +56,7 @@ def judge(chains: Sequence[Sequence[int]], choose: Callable[[int, int], int]) ->
     return Verdict(followed, len(chains[followed]), token)
 
 
-def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, Verdict]:
+def judged(turns: list[Turn], result: PassResult) -> dict[Turn, Verdict]:
     """A verdict for every turn. Precondition: the pass computed logits for all drafts of the turns.
 
     A choice that needs only the logits is made on the device, for all turns together; others are made on the host, row by row.
@@ -66,28 +66,28 @@ def judged(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn
     verdicts: dict[Turn, Verdict] = {}
     if result.logits.device.type != "cpu" and (bare := [turn for turn in turns if turn.job.sampling.bare]):
         verdicts = _by_device(bare, result, first)
-    return verdicts | {turn: _by_host(turn, result, first[turn], tree) for turn in turns if turn not in verdicts}
+    return verdicts | {turn: _by_host(turn, result, first[turn]) for turn in turns if turn not in verdicts}
 
 
-def overruled(turn: Turn, verdict: Verdict, result: PassResult, tree: BranchTree) -> list[int]:
+def overruled(turn: Turn, verdict: Verdict, result: PassResult) -> list[int]:
     """What the verifier chose in its rows after a rejected draft. They follow a token that is not part of the path, so they are
     void; pictures of the verification show them."""
     before = sum(segment.num_logits for segment in result.batch.segments[: turn.segments[verdict.chain]])
-    chain, record = turn.chains[verdict.chain], tree.branch(turn.job.lane.branch)
+    chain, record = turn.chains[verdict.chain], turn.job.lane.record
     return [
         result.choose(before + row, turn.job.sampling, record.past.path(turn.end, chain[:row]), record.root_length)
         for row in range(verdict.num_accepted + 1, len(chain) + 1)
     ]
 
 
-def drafted(turns: list[Turn], result: PassResult, tree: BranchTree) -> dict[Turn, int]:
+def drafted(turns: list[Turn], result: PassResult) -> dict[Turn, int]:
     """The next draft of every turn: what its sampling chooses from its row of the fast batch."""
     before = list(accumulate((segment.num_logits for segment in result.batch.segments), initial=0))
     row = {turn: before[turn.segments[0]] for turn in turns}
     drawn = [turn for turn in turns if turn.job.sampling.bare and not turn.job.sampling.plain_greedy]
     chosen = _drawn_together(drawn, result, row) if result.logits.device.type != "cpu" and drawn else {}
     for turn in turns:
-        record, window = tree.branch(turn.job.lane.branch), turn.job.window_open
+        record, window = turn.job.lane.record, turn.job.window_open
         assert window is not None
         if turn not in chosen:
             path = record.past.path(turn.end, window.chain)
@@ -104,11 +104,11 @@ def _drawn_together(turns: list[Turn], result: PassResult, row: dict[Turn, int])
     return dict(zip(turns, draw(logits, [turn.job.sampling for turn in turns], positions).tolist(), strict=True))
 
 
-def _by_host(turn: Turn, result: PassResult, first: list[int], tree: BranchTree) -> Verdict:
+def _by_host(turn: Turn, result: PassResult, first: list[int]) -> Verdict:
     chains, sampling = turn.chains, turn.job.sampling
     if sampling.plain_greedy:
         return judge(chains, lambda chain, row: result.greedy[first[chain] + row])
-    record, end = tree.branch(turn.job.lane.branch), turn.end
+    record, end = turn.job.lane.record, turn.end
     path, num_prompt = record.past.path, record.root_length
     return judge(
         chains, lambda chain, row: result.choose(first[chain] + row, sampling, path(end, chains[chain][:row]), num_prompt)
@@ -208,8 +208,8 @@ class _Ahead:
 class PassRows:
     """The captured rows of one pass. They are sent on and read through the lens for all turns together."""
 
-    def __init__(self, runner: Runner, tree: BranchTree, lenses: KnownLenses, tap: PassTap, result: PassResult) -> None:
-        self.runner, self.tree, self.lenses, self.tap, self.result = runner, tree, lenses, tap, result
+    def __init__(self, runner: Runner, lenses: KnownLenses, tap: PassTap, result: PassResult) -> None:
+        self.runner, self.lenses, self.tap, self.result = runner, lenses, tap, result
         self._ahead: dict[tuple[LensSpec, Keep], _Ahead] = {}
 
     def send(self, turns: Sequence[Turn]) -> None:
@@ -282,7 +282,7 @@ class PassRows:
 
     def _kept(self, lane: Lane, start: int, end: int) -> Sequence[int]:
         assert lane.capture is not None
-        return lane.capture.positions.kept(start, end, self.tree.branch(lane.branch).root_length)
+        return lane.capture.positions.kept(start, end, lane.record.root_length)
 
     def _packed(self, lane: Lane, segment: int, start: int, end: int) -> Sequence[int]:
         """The packed rows of the positions of [start, end) that the lane keeps."""
@@ -296,7 +296,7 @@ class PassRows:
         tokens, segment = [*turn.rows, *drafts], turn.segments[chain]
         follows = [*tokens[1:], -1]
         if not turn.complete:
-            follows[-1] = self.tree.branch(lane.branch).tokens[turn.end]
+            follows[-1] = lane.record.tokens[turn.end]
         if verdict is not None and chain == verdict.chain:
             follows[len(turn.rows) - 1 + verdict.num_accepted] = verdict.token
         assert lane.recording is not None and lane.capture is not None
@@ -373,12 +373,12 @@ class Committer:
 
     def drop_drafts(self, turn: Turn) -> None:
         """Cut the turn's drafts from the tree. Mutates the tree only."""
-        if turn.complete and len(self.tree.branch(turn.job.lane.branch).tokens) > turn.end:
+        if turn.complete and len(turn.job.lane.record.tokens) > turn.end:
             self.tree.rollback(turn.job.lane.branch, turn.end)  # of an incomplete turn, the rest is prompt, not drafts
 
     def _accept_rows(self, turn: Turn) -> None:
         branch = turn.job.lane.branch
-        first = max(turn.start, self.tree.branch(branch).states.num_committed)
+        first = max(turn.start, turn.job.lane.record.states.num_committed)
         self.tree.mark(branch, min(first, turn.end), turn.end, TokenState.ACCEPTED)
 
     def _accept_kv(self, turn: Turn, outcome: Outcome) -> None:
@@ -397,7 +397,7 @@ class Committer:
     def _seal(self, lane: Lane, start: int) -> None:
         """In debug mode, record what the lane's KV from `start` on holds."""
         if self.runner.cache.chain is not None:
-            tokens = self.tree.branch(lane.branch).tokens[: lane.computed]
+            tokens = lane.record.tokens[: lane.computed]
             self.runner.cache.seal(tokens, self.runner.pool.slots(lane.table, 0, lane.computed), start)
 
     def _release_forks(self, turn: Turn) -> None:
@@ -417,7 +417,7 @@ class Committer:
         job, lane = turn.job, turn.job.lane
         if lane.capture is None or lane.recording is None or rows is None:
             return None
-        known = self.tree.branch(lane.branch).tokens  # a complete turn's may end in drafts; a part of a prompt's are final
+        known = lane.record.tokens  # a complete turn's may end in drafts; a part of a prompt's are final
         added = [*turn.chains[outcome.chain][: outcome.accepted], *outcome.pending]
         length = turn.end + len(added) if turn.complete else len(known)
         computed, start = turn.end + outcome.accepted, self.first_to_record(turn)
@@ -438,7 +438,7 @@ class Committer:
     def kept(self, lane: Lane, start: int, end: int) -> Sequence[int]:
         """The positions of [start, end) that the lane captures."""
         assert lane.capture is not None
-        return lane.capture.positions.kept(start, end, self.tree.branch(lane.branch).root_length)
+        return lane.capture.positions.kept(start, end, lane.record.root_length)
 
     def _cut_off(
         self, turn: Turn, index: int, num_accepted: int, rows: "PassRows | Mapping[str, Tensor] | None"
@@ -459,7 +459,8 @@ class Committer:
         assert kept is not None  # chain[num_accepted:] is not empty
         self.tree.rollback(lane.branch, turn.end)
         job.rejected.append(kept)
-        other = Lane(kept, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, carried=lane.carried)
+        record = self.tree.branch(kept)
+        other = Lane(record, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, carried=lane.carried)
         other.capture, other.traced = lane.capture, lane.traced
         other.template = lane.recording.like(base=base) if lane.recording is not None else None
         if rows is not None and other.template is not None:
@@ -482,8 +483,8 @@ class Committer:
 class Endings:
     """Cuts verdicts at the token that ends the job."""
 
-    def __init__(self, tree: BranchTree, text: Text) -> None:
-        self.tree, self.stops = tree, Stops(text)
+    def __init__(self, text: Text) -> None:
+        self.stops = Stops(text)
 
     def cut(self, turn: Turn, verdict: Verdict, drafted: int | None = None) -> Outcome:
         """The verdict up to the token that ends the job, if one does. Mutates the job: counts, finish reason."""
@@ -517,11 +518,11 @@ class Endings:
 
     def _stops(self, turn: Turn, new: list[int]) -> bool:
         """Whether the last of the new tokens completes a stop string in the text after the prompt."""
-        record = self.tree.branch(turn.job.lane.branch)
+        record = turn.job.lane.record
         return self.stops.completed(turn.job.sampling.stop, record.past.path(turn.end, new), record.root_length)
 
     def _answered(self, turn: Turn, new: list[int]) -> bool:
         """Whether the tokens that the job generated, ending with the new ones, are all that its caller wants."""
-        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
+        job, record = turn.job, turn.job.lane.record
         assert job.until is not None
         return job.until(record.past.path(turn.end, new)[turn.end - job.generated :])

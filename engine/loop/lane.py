@@ -1,6 +1,6 @@
 """`Lane`: what is live of a branch (pages, edits, captured rows), and `Job`: the work to do on it.
 
-The `BranchTree` holds the tokens of a branch and outlives its lane.
+Its record in the `BranchTree` holds the tokens of the branch, and outlives its lane.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.path import Mark, PathView
 from replaylens.engine.memory.prefix import Trail
+from replaylens.engine.memory.tree import BranchRecord
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
@@ -113,7 +114,8 @@ class Lane:
     | [computed, length)    | provisional, from drafts; overwritten by the next pass   |
     """
 
-    branch: int
+    record: BranchRecord
+    """its tokens and their states"""
     table: PageTable
     computed: int = 0
     exact: bool = True
@@ -148,6 +150,9 @@ class Lane:
     """what its forks sampled with: fork position, edits and sampling -> the fork that did so first, -1 once it was warned of"""
     lifetime: "ReferenceType[object] | None" = None
     """what the handles on it share; once that is gone, nobody can use it, and it is released"""
+
+    def __post_init__(self) -> None:
+        self.branch = self.record.id
 
     @property
     def certified(self) -> bool:

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 class Packer:
     """Reads turns: their rows, the sites to keep of them, their place in a burst."""
 
-    def __init__(self, runner: Runner, tree: BranchTree, committer: Committer) -> None:
-        self.runner, self.tree, self.committer = runner, tree, committer
+    def __init__(self, runner: Runner, committer: Committer) -> None:
+        self.runner, self.committer = runner, committer
 
     def segments(self, turn: Turn) -> list[Segment]:
         """The rows of a turn in a pass: those of its next draft, or its own followed by each of its chains."""
         lane, window = turn.job.lane, turn.job.window_open
         if turn.drafting and window is not None:
-            path = self.tree.branch(lane.branch).past.path(turn.end)
+            path = lane.record.past.path(turn.end)
             start, tokens = window.rows(path, lane.table, self.runner.pool.page_size)
             return [Segment(lane.table, start, tokens, 1, lane.edits, lane.hooks)]
         pairs = zip(turn.tables, turn.chains, strict=False)
@@ -95,7 +95,7 @@ class Packer:
 
     def call(self, turn: Turn) -> DraftCall:
         """What the turn's drafter is asked. Recorded chains, of a trace or of the job's window, are proposed as they are."""
-        job, record = turn.job, self.tree.branch(turn.job.lane.branch)
+        job, record = turn.job, turn.job.lane.record
         recorded = job.forced_drafts.get(turn.end) if job.forced_drafts is not None else None
         if job.window_open is not None:
             recorded = [job.window_open.chain]
@@ -114,7 +114,7 @@ class Packer:
     def check_canary(self, turn: Turn) -> None:
         """In debug mode, check that the KV the pass will read is the branch's own."""
         if self.runner.cache.chain is not None:
-            tokens = self.tree.branch(turn.job.lane.branch).tokens[: turn.start]
+            tokens = turn.job.lane.record.tokens[: turn.start]
             for table in turn.tables:
                 self.runner.cache.check(tokens, self.runner.pool.slots(table, 0, turn.start))
             if turn.job.lane.recording is not None:
@@ -142,9 +142,9 @@ class Loop:
         self.lanes: dict[int, Lane] = {}
         self.queue = JobQueue(runner, tree, prefix, drafters, max_rows)
         self.committer = Committer(runner, tree, self.lanes, self.queue.changed)
-        self.packer, self.endings = Packer(runner, tree, self.committer), Endings(tree, text)
+        self.packer, self.endings = Packer(runner, self.committer), Endings(text)
         self.reservations = Reservations(runner, prefix, self.lanes, self.queue)
-        self.admission = Admission(runner, tree, drafters, self.queue, self.reservations, max_rows, lone_rows)
+        self.admission = Admission(runner, drafters, self.queue, self.reservations, max_rows, lone_rows)
         self.bursts: Bursts | None = None
         """direct decode steps on the device alone; None on a CPU"""
 
@@ -241,10 +241,10 @@ class Loop:
             with self._timed(segments, exact, bool(drafting)):
                 result = self.runner.exact(segments, tap) if exact else self.runner.fast(segments, tap)
             score(tap.values, self.packer.scored(committing), self.runner.kernels)
-            rows = PassRows(self.runner, self.tree, self.lenses, tap, result)
+            rows = PassRows(self.runner, self.lenses, tap, result)
             finite(result.residual[: result.batch.num_rows], "activations")
-            verdicts = judged([turn for turn in committing if turn.deciding], result, self.tree)
-            chosen = drafted(drafting, result, self.tree)
+            verdicts = judged([turn for turn in committing if turn.deciding], result)
+            chosen = drafted(drafting, result)
             rows.send(committing)  # last: on the bus, what the lines above read would queue behind it
             rows.read_ahead(committing, verdicts)
         except Exception as error:  # of the engine, or of a hook function
@@ -331,7 +331,7 @@ class Loop:
         job, outcome, void, drafted = turn.job, Outcome(), list[int](), any(turn.chains)
         if verdict is not None:
             if self.listeners and drafted:
-                void = overruled(turn, verdict, rows.result, self.tree)
+                void = overruled(turn, verdict, rows.result)
             outcome = self.endings.cut(turn, verdict)
         rejected_before = len(job.rejected)
         self.committer.commit(turn, outcome, rows)
@@ -347,7 +347,7 @@ class Loop:
     def _finish_turn(self, turn: Turn) -> None:
         """After a commit. Mutates: ends the branch, the job or both if that was their last token."""
         job = turn.job
-        if job.finish_reason in ("eos", "stop") and not self.tree.branch(job.lane.branch).finish_reason:
+        if job.finish_reason in ("eos", "stop") and not job.lane.record.finish_reason:
             self.tree.finish(job.lane.branch, job.finish_reason)
         self.queue.close_if_done(job)
         if not job.done and job.cancel_at is not None and job.generated >= job.cancel_at:

@@ -73,7 +73,7 @@ class JobQueue:
 
     def refusal(self, job: Job) -> EngineError | None:
         """Why a job cannot be served, regardless of other jobs' load; None: it can."""
-        record, vocab = self.tree.branch(job.lane.branch), self.runner.model.config.vocab_size
+        record, vocab = job.lane.record, self.runner.model.config.vocab_size
         if job.lane.unread or job.lane.queued:
             return BadRequest(f"Branch {record.id} is busy with another request. Finish it or close its stream first.")
         if record.status is BranchStatus.REJECTED:
@@ -104,7 +104,7 @@ class JobQueue:
         job.done, job.error = True, error
         self._ended.append(job.number)
         self._drop_window(job)
-        record = self.tree.branch(job.lane.branch)
+        record = job.lane.record
         if TokenState.DRAFT in record.states:
             self.tree.rollback(record.id, record.states.index(TokenState.DRAFT))
             job.lane.tokens_gone(len(record.tokens))
@@ -124,7 +124,7 @@ class JobQueue:
     def close_if_done(self, job: Job) -> None:
         """Mutates: a job with all its tokens and rows is done, and its whole pages are offered to the prefix index."""
         allowed = 1 if job.new_tokens and not job.final else 0  # a generated token's own row may stay pending
-        if job.remaining == 0 and job.num_waiting(len(self.tree.branch(job.lane.branch).tokens)) <= allowed:
+        if job.remaining == 0 and job.num_waiting(len(job.lane.record.tokens)) <= allowed:
             lane, job.done = job.lane, True
             self._ended.append(job.number)
             if lane.certified:
@@ -134,7 +134,7 @@ class JobQueue:
 
     def _offer(self, lane: Lane, keys: list[bytes] | None) -> None:
         """Index the lane's whole pages; without edits, only those after the pages that it offered before."""
-        past, size = self.tree.branch(lane.branch).past, self.runner.pool.page_size
+        past, size = lane.record.past, self.runner.pool.page_size
         before, kept = lane.offered if lane.offered is not None else (None, past.mark(0))
         if keys is not None or before is None or kept.length < before.num_pages * size:  # other edits, or rolled back
             before = Trail()
@@ -181,7 +181,7 @@ class JobQueue:
     def _finish(self, job: Job, reason: str | None) -> None:
         job.lane.statistics.add(job.statistics)
         if self.listeners:  # the digest reads the whole path
-            tokens = self.tree.branch(job.lane.branch).tokens
+            tokens = job.lane.record.tokens
             self.notify("finish", job, reason=reason, generated=job.generated, length=len(tokens), path=path_digest(tokens))
 
     def notify(self, event: str, job: Job, **details: Any) -> None:

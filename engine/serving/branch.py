@@ -58,7 +58,7 @@ def lifetime_of(forest: Forest, lane: Lane) -> Lifetime | None:
     handles hold that one. None: nothing would be released."""
     if lane.branch not in forest.loop.lanes:
         return None
-    parent = forest.tree.branch(lane.branch).parent
+    parent = lane.record.parent
     main = None if parent is None else forest.loop.lanes.get(parent)
     if main is not None and lane.branch in main.rejected:
         lane = main
@@ -164,7 +164,7 @@ class Branch(NotCopyable):
         self.lane = lane
         self.id = lane.branch
         self.lock: EngineLock = engine.lock
-        self.record: BranchRecord = engine.tree.branch(lane.branch)
+        self.record: BranchRecord = lane.record
         """its record in the tree; kept here so that a released branch can still be read"""
         self.lifetime = lifetime_of(engine.forest, lane)
         """shared by all handles on the branch; once the last one is gone, the branch is released"""

@@ -54,7 +54,9 @@ class Forest:
         table, size = PageTable(), self.runner.pool.page_size
         if capture is None and not hooks:  # captured rows must be computed, even if their KV is cached
             table = self.prefix.adopt(path, page_keys(edits, len(path) // size, size), limit=len(path) - 1)
-        lane = Lane(self.tree.plant(path), table, computed=table.length, edits=edits, hooks=hooks, capture=capture)
+        lane = Lane(
+            self.tree.branch(self.tree.plant(path)), table, computed=table.length, edits=edits, hooks=hooks, capture=capture
+        )
         if hooks:
             self.tree.uncertify(lane.branch, 0, HOOKED)
         if capture is not None:
@@ -82,7 +84,7 @@ class Forest:
         same = 0 if hooks else min([at, *(edit.first for edit in edits)])  # below this position nothing changes
         child = self.tree.fork(lane.branch, at)
         table = self.runner.pool.fork(lane.table, min(same, lane.computed))
-        new = Lane(child, table, table.length, lane.exact, capture=lane.capture, traced=lane.traced)
+        new = Lane(self.tree.branch(child), table, table.length, lane.exact, capture=lane.capture, traced=lane.traced)
         new.edits = tuple(edit for edit in lane.edits if edit.needs <= at) + edits
         new.hooks, new.carried = lane.hooks + hooks, lane.carried
         if hooks:
@@ -95,7 +97,7 @@ class Forest:
             trail, kept = lane.offered  # what the index knows of this path: the fork need not hash it again
             size = self.runner.pool.page_size
             own = trail.upto(min(kept.length, at) // size)
-            new.offered = own, self.tree.branch(child).past.mark(own.num_pages * size)
+            new.offered = own, new.record.past.mark(own.num_pages * size)
         self.add(new)
         self.loop.reservations.note(lane)  # what it had alone is shared now
         self.note(lane, "fork", edits, hooks, child=child, at=at)
@@ -107,7 +109,7 @@ class Forest:
         A rejected branch records only its own suffix. Earlier rows are taken from the branch it was cut from, as far as that
         branch is still on the same path. The rows in between are computed again.
         """
-        parent = self.tree.branch(lane.branch).parent
+        parent = lane.record.parent
         main = self.loop.lanes.get(parent) if recording.base and parent is not None else None
         if main is None or main.recording is None:
             return recording.fork(min(same, known))
@@ -131,7 +133,7 @@ class Forest:
 
         pending  the last token left has neither KV nor rows, as if it had just been generated
         """
-        record = self.tree.branch(lane.branch)
+        record = lane.record
         shorter = to < len(record.tokens)
         self.tree.rollback(lane.branch, to, pending=pending)
         for rejected in [other for other in record.cut if other.fork_position > to and not other.forks]:
@@ -154,7 +156,7 @@ class Forest:
             self.cancel(job)
         for rejected in [self.loop.lanes[i] for i in lane.rejected if i in self.loop.lanes]:
             self.release(rejected)
-        parent = self.tree.branch(lane.branch).parent
+        parent = lane.record.parent
         if parent in self.loop.lanes and lane.branch in self.loop.lanes[parent].rejected:
             self.loop.lanes[parent].rejected.remove(lane.branch)
         self.loop.reservations.released(lane)
@@ -318,7 +320,7 @@ class Forest:
         if self.runner.cache.rooms is not None:
             lines.append(str(self.runner.cache.rooms.check_integrity()))
         for lane in self.loop.lanes.values():
-            tokens = len(self.tree.branch(lane.branch).tokens)
+            tokens = len(lane.record.tokens)
             if lane.computed > min(lane.table.length, tokens):
                 counts = f"{lane.computed} computed positions, {lane.table.length} slots, {tokens} tokens"
                 raise IntegrityError(f"Branch {lane.branch}: {counts}.")
@@ -354,7 +356,7 @@ class Forest:
             lane, details = self.loop.lanes[event["branch"]], dict(event)
             if event["event"] == "finish" and not lane.exact:
                 details["tokens"] = self.tree.path(lane.branch)
-                ended = self.tree.branch(lane.branch).finish_reason
+                ended = lane.record.finish_reason
                 if ended != event["reason"] and ended is not None:  # its last token was seen before it was cancelled
                     details["ended"] = ended
             del details["branch"], details["event"]
@@ -412,7 +414,7 @@ class Completer:
         with self.forest.made() as twins, self.forest.quiet():
             with defer_interrupt():
                 for lane, start in zip(lanes, first, strict=True):
-                    twins.append(twin := self.forest.fork(lane, len(self.forest.tree.branch(lane.branch).tokens)))
+                    twins.append(twin := self.forest.fork(lane, len(lane.record.tokens)))
                     twin.capture = CaptureSpec((site,), last=site)
                     twin.recording = Recording(start)
             self.forest.compute(twins)
@@ -425,7 +427,7 @@ class Completer:
         """The number of committed tokens, none if the lane is released; and whether another token follows them."""
         if lane.branch not in self.forest.loop.lanes:
             return 0, False
-        states = self.forest.tree.branch(lane.branch).states
+        states = lane.record.states
         waiting = TokenState.PENDING in states or TokenState.DRAFT in states
         committed = states.num_committed if waiting else len(states)
         return committed, committed < len(states)
@@ -451,7 +453,7 @@ class Completer:
             return None
         twin.computed = length
         self.forest.runner.pool.truncate(twin.table, length)
-        kv, path = self.forest.held_kv(twin), len(self.forest.tree.branch(twin.branch).tokens)
+        kv, path = self.forest.held_kv(twin), len(twin.record.tokens)
         if lane.branch in self.forest.loop.lanes and self.forest.tree.common_prefix(lane.branch, twin.branch) == path:
             if lane.computed < length:
                 lane.table, twin.table, lane.computed = twin.table, lane.table, length

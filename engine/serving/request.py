@@ -165,7 +165,7 @@ class Stream(NotCopyable, Iterator[int]):
 
     def __init__(self, forest: Forest, job: Job) -> None:
         """Precondition: the job is queued, and no step was made since."""
-        self.forest, self.job, self.record = forest, job, forest.tree.branch(job.lane.branch)
+        self.forest, self.job, self.record = forest, job, job.lane.record
         self.lock: EngineLock = forest.lock
         self._start = len(self.record.tokens)
         self._pending = self.record.states[-1] is TokenState.PENDING

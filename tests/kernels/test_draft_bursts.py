@@ -14,6 +14,7 @@ from replaylens.engine.errors import UnknownSite
 from replaylens.engine.loop.commit import _drawn_together
 from replaylens.engine.loop.lane import Job, Lane, Turn, Window
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.passes import bursts as bursts_file
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.bursts import BurstRequest, BurstRows, Bursts, StepBlock, StepRows
@@ -244,9 +245,9 @@ def test_a_draft_that_ends_the_sequence_ends_the_window(wrong_drafts: None) -> N
 def test_drawn_together_as_one_by_one(device: str) -> None:
     """Rows in another order than the turns, windows of different lengths, different seeds and temperatures."""
     logits = 3 * torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
-    rows, turns = [4, 0, 6, 1], []
+    rows, turns, tree = [4, 0, 6, 1], [], BranchTree()
     for i, (temperature, length) in enumerate([(0.7, 5), (1.0, 9), (2.0, 3), (1.0, 30)]):
-        job = Job(Lane(i, PageTable()), sampling=Sampling(temperature=temperature, seed=i))
+        job = Job(Lane(tree.branch(tree.plant([0])), PageTable()), sampling=Sampling(temperature=temperature, seed=i))
         job.window_open = Window(length, 4, list(range(i)))
         turns.append(Turn(job, length - 1, [1], complete=True, drafting=True))
     result = SimpleNamespace(logits=logits.to(device))

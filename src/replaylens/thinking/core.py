@@ -164,7 +164,7 @@ class ThinkingEngine(Engine):
     @changing
     def _first_chunk(self, path: list[int], hooks: tuple[Hook, ...]) -> Lane:
         """Mutates: a lane with the first chunk of a prompt."""
-        lane = Lane(self.tree.plant(path[: self.thinking.chunk]), PageTable(), hooks=hooks)
+        lane = Lane(self.tree.branch(self.tree.plant(path[: self.thinking.chunk])), PageTable(), hooks=hooks)
         if hooks:
             self.tree.uncertify(lane.branch, len(path), HOOKED)
         self.forest.add(lane)

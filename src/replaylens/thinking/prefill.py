@@ -164,7 +164,7 @@ class Prefiller:
                 states[number + 1] = state
         p.lane.edits = (*states.values(), *p.edits)
         end = (first + len(guessed)) * self.config.chunk
-        tree.append(p.lane.branch, p.path[len(tree.branch(p.lane.branch).tokens) : end], TokenState.DRAFT)
+        tree.append(p.lane.branch, p.path[len(p.lane.record.tokens) : end], TokenState.DRAFT)
 
     def _received(self, p: Prefill, chunk: int, state: Tensor | None) -> PlacedEdit | None:
         """The edit that adds a state [c, d_model] to a chunk, after the edits on S; None: it is zero."""
@@ -216,7 +216,7 @@ class Prefiller:
     def _cut(self, p: Prefill) -> None:
         """Mutates: cuts the lane to its settled chunks and marks their tokens as prompt."""
         lane, tree, pool = p.lane, self.forest.tree, self.forest.runner.pool
-        record, end = tree.branch(lane.branch), p.settled * self.config.chunk
+        record, end = lane.record, p.settled * self.config.chunk
         tree.rollback(lane.branch, record.root_length)
         tree.append(lane.branch, p.path[record.root_length : end], TokenState.PROMPT)
         pool.truncate(lane.table, min(lane.table.length, end))
@@ -232,7 +232,7 @@ class Prefiller:
         assert branch is not None and lane.recording is not None
         p.rejected.append(branch)
         thoughts = Thoughts(self.config, found[0], (*p.thoughts, *found), self._used(p), p.inner)
-        other = Lane(branch, PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, carried=thoughts)
+        other = Lane(tree.branch(branch), PageTable(), exact=lane.exact, edits=lane.edits, hooks=lane.hooks, carried=thoughts)
         other.traced = lane.traced
         if p.capture is not None and p.capture.rejected:
             tokens = tree.path(branch)
