@@ -15,7 +15,7 @@ class BadConfig(EngineError, ValueError):
 
 
 class UnsupportedModel(EngineError, ValueError):
-    """An architecture, of a model or of a sparse autoencoder, or a part of one that is not supported."""
+    """A model, a sparse autoencoder, or a part of one, that is not known or not supported."""
 
 
 class BadWeights(EngineError, ValueError):
@@ -52,20 +52,12 @@ class UnknownSite(EngineError, KeyError):
         return str(self.args[0])
 
 
-class KVCorruption(EngineError):
-    """The KV cache does not hold the KV of a branch's own tokens. Raised by the canary."""
-
-
 class InternalError(EngineError, AssertionError):
-    """The engine broke one of its own invariants. Please report it, with the trace."""
+    """The engine broke one of its own invariants, such as the order of a token's states. Please report it, with the trace."""
 
 
 class NotCertified(EngineError, RuntimeError):
     """This device is not certified: it was not shown to give canonical bits."""
-
-
-class BadCertificate(EngineError, ValueError):
-    """A certificate file that is damaged or of another format."""
 
 
 class ModesChanged(EngineError, RuntimeError):
@@ -73,27 +65,15 @@ class ModesChanged(EngineError, RuntimeError):
 
 
 class IntegrityError(EngineError, RuntimeError):
-    """`check_integrity` found a fault in the engine's bookkeeping. The message names the first one. Please report it."""
+    """A fault in the engine's bookkeeping, found by `check_integrity`, or in its KV, found by the canary. Please report it."""
 
 
 class NotEnoughMemory(EngineError, MemoryError):
     """A device has no room for the weights of a model."""
 
 
-class BadPoolSize(EngineError, ValueError):
-    """A page pool with no pages, or pages with no slots."""
-
-
 class BadRange(EngineError, ValueError):
     """Positions outside the table, branch or index."""
-
-
-class BadPage(EngineError, ValueError):
-    """A page that is not in use (freed twice, or never allocated), or the null page."""
-
-
-class ClosedTable(EngineError, RuntimeError):
-    """A page table was used or released after its release."""
 
 
 class OutOfPages(EngineError, RuntimeError):
@@ -135,71 +115,28 @@ class CannotCopy(EngineError, TypeError):
     """An attempt to copy or pickle an engine, or a handle on one."""
 
 
-class UnknownBranch(EngineError, KeyError):
-    """A branch id that was never assigned, or whose branch is gone."""
-
-    def __str__(self) -> str:  # KeyError would print the repr of the message
-        return str(self.args[0])
-
-
 class ClosedBranch(EngineError, RuntimeError):
     """A change that the branch's status (finished, rejected or released) forbids."""
-
-
-class BadTransition(EngineError, ValueError):
-    """A token state that may not follow the current one, or is not allowed at that position."""
-
-
-class BadRollback(EngineError, ValueError):
-    """A rollback into the prompt or beyond the tip."""
 
 
 class BadRequest(EngineError, ValueError):
     """A prompt, a sampling parameter or an option that cannot be served. Nothing was started."""
 
 
-class EqualDraws(UserWarning):
-    """Forks of one branch sample with the same seed, so that they get the same tokens."""
-
-
-class NotCaptured(UserWarning):
-    """Rows that a view would show were not captured, so that it shows less than it could; or a dump has no rows at all."""
+class Caveat(UserWarning):
+    """A result says less, or something else, than it seems to: the message says what of it to read how."""
 
 
 class SlowCluster(UserWarning):
     """A Ray cluster takes long: it says what it waits for, or that a start on this machine failed and is tried again."""
 
 
-class NothingEdited(UserWarning):
-    """An edit is for tokens that none of the edited positions holds, so that it changes nothing so far."""
-
-
-class NotFolded(UserWarning):
-    """Attributions to logits leave out the weight of the final norm, so that they do not add up to logits."""
-
-
-class MixedExperts(UserWarning):
-    """The columns of a matrix belong to another expert in each row, so that a probe of them reads a mix of experts."""
-
-
 class Unsealed(UserWarning):
     """An older version wrote a file without a hash, so that a change of it would not be noticed."""
 
 
-class UnsealedRollouts(Unsealed):
-    """The plan of a folder of rollouts has no hash."""
-
-
 class BadTexts(BadRequest):
-    """Texts, labels or a table that cannot be replayed. The message names the text, label or line."""
-
-
-class NoChatTemplate(BadTexts):
-    """A chat was given, but the tokenizer has no template to write it with."""
-
-
-class RewrittenTurn(BadTexts):
-    """A chat template writes an earlier turn differently once a later one follows, so that no path can hold both."""
+    """Texts, chats, labels or a table that cannot be replayed. The message names the text, turn, label or line."""
 
 
 class UnknownOption(BadRequest, TypeError):
@@ -222,18 +159,6 @@ class NoGradient(EngineError, ValueError):
     """A gradient that is not computed: through hook functions or thoughts, on a GPU, or at a site that has none."""
 
 
-class BadMetric(BadRequest):
-    """A metric that is not a scalar of the last row's logits, or does not depend on them."""
-
-
-class BadTrace(EngineError, ValueError):
-    """A trace file that is damaged or of another format."""
-
-
-class NotRecorded(EngineError, RuntimeError):
-    """The engine keeps no trace, because it was not made with `record=True`."""
-
-
 class FingerprintMismatch(EngineError, ValueError):
     """The fingerprints differ (weights, device or versions), so the bits cannot be compared."""
 
@@ -242,20 +167,21 @@ class ReplayMismatch(EngineError, RuntimeError):
     """A replay differs from its trace, so the determinism contract is broken. Run `replaylens doctor`."""
 
 
-class BadDump(EngineError, ValueError):
+class BadFile(EngineError, ValueError):
+    """A file or folder that is not the trace, certificate, probe, report or rollouts that it should be, or is damaged, edited,
+    unfinished or of another format. Nothing of it was used."""
+
+
+class BadDump(BadFile):
     """A folder that is not a dump, or a dump that is damaged, edited or of another format. Nothing of it was used."""
-
-
-class DamagedShard(BadDump):
-    """A shard does not have the SHA-256 of its manifest, so its rows are not those that were written."""
 
 
 class UnfinishedDump(BadDump):
     """A dump that is still being written or was interrupted. Resume it."""
 
 
-class DumpExists(EngineError, FileExistsError):
-    """The folder already holds a dump, and `resume` was not given."""
+class FolderExists(EngineError, FileExistsError):
+    """The folder already holds a dump, a trained model or an unfinished run, and `resume` was not given."""
 
 
 class DumpLocked(EngineError, RuntimeError):
@@ -263,7 +189,7 @@ class DumpLocked(EngineError, RuntimeError):
 
 
 class PlanMismatch(EngineError, ValueError):
-    """The unfinished dump, or folder of rollouts, was started with other options, and can only be resumed with those."""
+    """The unfinished dump, sweep or folder of rollouts was started with other options or rows. It can be resumed with those."""
 
 
 class StoreFailed(EngineError, OSError):
@@ -274,10 +200,6 @@ class StoreFailed(EngineError, OSError):
 class DumpWriteFailed(StoreFailed):
     """A disk or a store refused a write (full, no permission). What was there before stays: complete shards, waves and parts of
     a sweep, from which to resume once there is room, and the older file of the name."""
-
-
-class BadRollouts(EngineError, ValueError):
-    """A folder of rollouts that is unfinished, damaged, or none. Nothing of it was used."""
 
 
 class ClusterFailed(EngineError, RuntimeError):
@@ -305,28 +227,21 @@ class UnknownPromptWord(BadRequest, tasks.UnknownWord):
     """The tokenizer's vocabulary lacks a word of the text. `word` and `offset` say which."""
 
 
-class BadThought(BadRequest):
-    """A thought that is longer than the config allows, or has words that the tokenizer does not know."""
-
-
 class BadRecipe(EngineError, ValueError):
     """A recipe that cannot be followed, or a saved run that belongs to another recipe."""
-
-
-class RunExists(EngineError, FileExistsError):
-    """The folder already holds a trained model, or an unfinished run, and `resume` was not given."""
-
-
-class UnknownModel(EngineError, ValueError):
-    """No embedded model has this name."""
-
-
-class BadChunks(BadRequest):
-    """A prompt that does not consist of whole chunks."""
 
 
 # old names, until the next version
 OtherModel = ModelMismatch
 OtherPlan = PlanMismatch
 OtherFingerprint = FingerprintMismatch
-EngineBug = InternalError
+EngineBug = BadPage = ClosedTable = BadTransition = InternalError
+KVCorruption = IntegrityError
+BadCertificate = BadTrace = BadRollouts = BadFile
+DamagedShard = BadDump
+BadChunks = BadThought = BadMetric = BadRollback = BadPoolSize = UnknownBranch = NotRecorded = BadRequest
+NoChatTemplate = RewrittenTurn = BadTexts
+DumpExists = RunExists = FolderExists
+UnknownModel = UnsupportedModel
+UnsealedRollouts = Unsealed
+EqualDraws = NotCaptured = NothingEdited = NotFolded = MixedExperts = Caveat

@@ -14,7 +14,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, NotFolded, UnknownSite
+from replaylens.engine.errors import BadRequest, Caveat, UnknownSite
 from replaylens.engine.lens.lens import log_softmax
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import ModelConfig
@@ -288,13 +288,13 @@ class CacheModel:
         return self._engine._target(text)
 
     def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
-        """The unembedding columns of tokens: [*tokens' shape, d_model]; of a single token, [d_model]. Warns: NotFolded."""
+        """The unembedding columns of tokens: [*tokens' shape, d_model]; of a single token, [d_model]. Warns: Caveat."""
         norm = self._engine.model.ln_final
         if not bool((norm.weight == 1).all()) or (norm.bias is not None and bool(norm.bias.any())):
             warnings.warn(
                 "logit_attrs leaves out the weights of the final norm, which are not folded into the unembedding here, so its "
                 "attributions do not add up to logits. Use rl.dla(engine, prompt, (token, other)), whose parts do.",
-                NotFolded,
+                Caveat,
                 stacklevel=4,  # the caller of `logit_attrs`
             )
         if isinstance(tokens, str):

@@ -149,7 +149,7 @@ chance = axis.axvline(0.5, color="black", linestyle=":", linewidth=0.8)
 # %%
 try:
     ProbeRows.of_arrays(noise, drawn)
-except rl.probes.errors.MissingGroups as error:
+except rl.probes.errors.BadRows as error:
     print(error)
 
 # %% [markdown]

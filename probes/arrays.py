@@ -15,7 +15,7 @@ from replaylens.dumps.content import CORE
 from replaylens.engine.errors import MissingPackage, UnknownSite, no_such
 from replaylens.engine.model.sites import by_letter
 from replaylens.engine.request.values import short_repr
-from replaylens.probes.errors import BadRows, MissingGroups
+from replaylens.probes.errors import BadRows
 from replaylens.probes.positions import PLACES
 from replaylens.probes.sources import LETTERS, ArraySource, read_arrays
 
@@ -42,7 +42,7 @@ _WHY = (
 def make_index(rows: int, labels: Any, groups: Any, *, prompts: Any, positions: Any, tokens: Any, keys: Any) -> pd.DataFrame:
     """One line per row, with the columns of a dump's index, missing where unknown. Arguments as in `ProbeRows.of_arrays`."""
     if groups is None:
-        raise MissingGroups(f"No groups given. {_WHY}")
+        raise BadRows(f"No groups given. {_WHY}")
     own = read_labels(labels, rows)
     root = _ids("groups", groups, rows)
     prompt = root if prompts is None else _ids("prompts", prompts, rows)
@@ -455,7 +455,7 @@ class FromArrays(ABC):
         tokens     of each row, ids or text: for the controls by tokens
         keys       one id per row: rows with equal keys are the same observation
 
-        Raises BadRows for arrays that do not fit together or are not finite, MissingGroups without groups.
+        Raises BadRows for arrays that do not fit together or are not finite, BadRows without groups.
 
         >>> import numpy as np
         >>> from replaylens.probes import ProbeRows

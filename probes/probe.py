@@ -22,7 +22,7 @@ from replaylens.dumps.maker import ReplayKeywords, plan_of_run
 from replaylens.dumps.reader import Dump
 from replaylens.engine import records
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import FingerprintMismatch, Unsealed
+from replaylens.engine.errors import BadFile, FingerprintMismatch, Unsealed
 from replaylens.engine.files import saves_of, write_pair
 from replaylens.engine.request.values import as_path, short_repr, verb
 from replaylens.engine.serving.core import Core
@@ -33,7 +33,7 @@ from replaylens.probes.arrays import LABEL
 from replaylens.probes.checks import PLACEBO_BYTES, as_draws, as_matrix, make_folder, no_nan
 from replaylens.probes.controls import make_goal
 from replaylens.probes.erasers import Leace, Moments, MomentStream, row_space
-from replaylens.probes.errors import BadProbeFile, NotLinear, ProbeError
+from replaylens.probes.errors import ProbeError
 from replaylens.probes.estimators import MassMeanProbe
 from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.heldout import estimates, held_out, known_metric
@@ -191,25 +191,25 @@ class LinearProbe:
 
     @classmethod
     def load(cls, path: str | Path) -> "LinearProbe":
-        """Read and check a saved probe. Raises BadProbeFile, which says what is wrong. Warns (Unsealed) of one that an older
+        """Read and check a saved probe. Raises BadFile, which says what is wrong. Warns (Unsealed) of one that an older
         version wrote without a hash."""
         path = _stem(path)
         record, _ = files_of(path)
         try:
-            raw = records.parse(record.read_bytes(), "its JSON file", BadProbeFile)
+            raw = records.parse(record.read_bytes(), "its JSON file", BadFile)
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
-                raise BadProbeFile(f"format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}")
+                raise BadFile(f"format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}")
             tensors = load(_sealed(path, raw))
             arrays = {name: tensors[name].numpy() for name in _TENSORS}
             text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
             roots = tuple(map(str, raw.get("roots", ())))  # older files have none
             more = {"subspace": tensors["subspace"].numpy()} if "subspace" in tensors else {}
-            cell, classes = (records.build(kind, raw[name], name, BadProbeFile) for name, kind in _KINDS.items())
+            cell, classes = (records.build(kind, raw[name], name, BadFile) for name, kind in _KINDS.items())
             if wrong := [name for name, value in text.items() if not isinstance(value, dict if name == "source" else str)]:
-                raise BadProbeFile(f"{wrong[0]} is {short_repr(text[wrong[0]])}")
+                raise BadFile(f"{wrong[0]} is {short_repr(text[wrong[0]])}")
             probe = cls(**arrays, **more, classes=classes, cell=Cell(*cell), roots=roots, **text)
         except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
-            raise BadProbeFile(f"{path} is not a saved probe ({error}). Give the path of a saved probe.") from error
+            raise BadFile(f"{path} is not a saved probe ({error}). Give the path of a saved probe.") from error
         return probe._checked(path)
 
     def _checked(self, path: Path) -> "LinearProbe":
@@ -220,7 +220,7 @@ class LinearProbe:
         for name, shape in shapes.items():
             array = getattr(self, name)
             if array.shape != shape or not np.isfinite(array).all():
-                raise BadProbeFile(f"{path}: {name} has shape {array.shape}. It must be finite and have shape {shape}.")
+                raise BadFile(f"{path}: {name} has shape {array.shape}. It must be finite and have shape {shape}.")
         return self
 
 
@@ -301,7 +301,7 @@ def fit_probe(
     """
     spec = registry.get(estimator)
     if not spec.linear:
-        raise NotLinear(f"{estimator} has no direction. Use one of {', '.join(registry.linear())}.")
+        raise ProbeError(f"{estimator} has no direction. Use one of {', '.join(registry.linear())}.")
     rows = ProbeRows.of(given)
     cell = rows.cell(site, layer)
     rows = rows.accepted().at(position)
@@ -310,7 +310,7 @@ def fit_probe(
     goal = make_goal(target)
     goal.check(np.ones((1, len(rows)), dtype=bool))
     if goal.kind != "class":
-        raise NotLinear(f"Label {label!r} is a number. Use a label with classes.")
+        raise ProbeError(f"Label {label!r} is a number. Use a label with classes.")
     values = target.values
     if shuffled:
         values = values[shuffled_order(goal.codes, rows.roots, seed)]
@@ -345,7 +345,7 @@ def coefficients(fitted: Any) -> tuple[np.ndarray, np.ndarray]:
     """(weight [k, d], bias [k]) of a fitted linear estimator in the coordinates of its input, with any scaler undone."""
     scaler, last = (fitted[0], fitted[-1]) if isinstance(fitted, Pipeline) else (None, fitted)
     if not hasattr(last, "coef_"):
-        raise NotLinear(f"{type(last).__name__} has no coefficients. Use a linear estimator.")
+        raise ProbeError(f"{type(last).__name__} has no coefficients. Use a linear estimator.")
     weight, bias = np.atleast_2d(last.coef_).astype(np.float64), np.atleast_1d(last.intercept_).astype(np.float64)
     if scaler is not None:
         weight = weight / scaler.scale_
@@ -372,7 +372,7 @@ def _seal(about: dict[str, Any]) -> str:
 
 
 def _sealed(path: Path, about: dict[str, Any]) -> bytes:
-    """The file of numbers that belongs to a record. BadProbeFile if one of the two was changed."""
+    """The file of numbers that belongs to a record. BadFile if one of the two was changed."""
     record, data = files_of(path)
     if "seal" not in about and "sha256" not in about and about.keys() <= _FIELDS:
         warnings.warn(
@@ -382,13 +382,13 @@ def _sealed(path: Path, about: dict[str, Any]) -> bytes:
         )
         return data.read_bytes()
     if about.get("seal") != _seal(about):
-        raise BadProbeFile(f"{record.name} was changed after it was written: its seal is broken. Copy it again")
+        raise BadFile(f"{record.name} was changed after it was written: its seal is broken. Copy it again")
     for file in saves_of(data):
         with suppress(FileNotFoundError):
             if hashlib.sha256(content := file.read_bytes()).hexdigest() == about["sha256"]:
                 return content
     why = "was changed after it was written: it does not have the SHA-256 of" if data.exists() else "is missing beside"
-    raise BadProbeFile(f"{data.name} {why} {record.name}. Copy both again")
+    raise BadFile(f"{data.name} {why} {record.name}. Copy both again")
 
 
 def _stem(path: str | Path) -> Path:
@@ -438,7 +438,7 @@ def cross_validate(
     metric  of classes: see `sweep`
     kind    class, number (use the estimator ridge), or auto: text, booleans and few whole numbers are classes
 
-    Raises BadRows and MissingGroups for arrays that do not fit, TooFewGroups for fewer groups than folds, OneClass if a fold
+    Raises BadRows and BadRows for arrays that do not fit, TooFewGroups for fewer groups than folds, OneClass if a fold
     leaves one class to fit on.
 
     >>> import numpy as np

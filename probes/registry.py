@@ -22,7 +22,7 @@ from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import short_repr
 from replaylens.probes.checks import plain
 from replaylens.probes.erasers import Chain, Discriminant, Inlp, Leace
-from replaylens.probes.errors import OneClass, ProbeError, TooFewGroups, UnknownEstimator
+from replaylens.probes.errors import OneClass, ProbeError, TooFewGroups
 from replaylens.probes.estimators import AttentiveProbe, CcsProbe, LinearReadout, MassMeanProbe, SparseProbe
 from replaylens.probes.solvers import Solution, one_hot, solve_path
 from replaylens.probes.splits import fold_of_groups
@@ -319,13 +319,13 @@ def linear() -> list[str]:
 
 
 def get(name: str) -> Estimator:
-    """The estimator of this name. Raises UnknownEstimator, which lists the names."""
+    """The estimator of this name. Raises ProbeError, which lists the names."""
     if not isinstance(name, str):
-        raise UnknownEstimator(
+        raise ProbeError(
             f"Invalid estimator: {short_repr(name)} is a {type(name).__name__}, not a name. Use one of {', '.join(ESTIMATORS)}."
         )
     if name not in ESTIMATORS:
-        raise UnknownEstimator(no_such("estimator", name, ESTIMATORS))
+        raise ProbeError(no_such("estimator", name, ESTIMATORS))
     return ESTIMATORS[name]
 
 

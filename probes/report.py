@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from replaylens.engine.display import DPI, is_stamped, picture, plain, short, shows, stamp_of, wrapped
-from replaylens.engine.errors import BadRequest, Unsealed
+from replaylens.engine.errors import BadFile, BadRequest, Unsealed
 from replaylens.engine.files import require_own, write_together
 from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.engine.request.values import output_path, short_repr
 from replaylens.probes.checks import make_folder
-from replaylens.probes.errors import BadProbeFile, ProbeError
+from replaylens.probes.errors import ProbeError
 from replaylens.probes.intervals import Estimate
 from replaylens.probes.rows import Cell, ProbeRows
 
@@ -323,19 +323,19 @@ class Report:
 
     @classmethod
     def load(cls, path: str | Path) -> "Report":
-        """Load a report from its folder or JSON file. Raises BadProbeFile, which says what is wrong. Warns (Unsealed) of one
+        """Load a report from its folder or JSON file. Raises BadFile, which says what is wrong. Warns (Unsealed) of one
         without a digest."""
         path = Path(path)
         try:
             path = path / FILE if path.is_dir() else path
             raw = json.loads(path.read_text(encoding="utf-8"))
             if raw["format"] != FORMAT or raw["schema"] != SCHEMA:
-                raise BadProbeFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
+                raise BadFile(f"{path} has format {raw['format']} {raw['schema']} instead of {FORMAT} {SCHEMA}.")
             if wrong := [name for name, kind in _KINDS.items() if not isinstance(raw[name], kind)]:
-                raise BadProbeFile(f"{path} is not a report: {wrong[0]} is {short_repr(raw[wrong[0]])}.")
+                raise BadFile(f"{path} is not a report: {wrong[0]} is {short_repr(raw[wrong[0]])}.")
             found = cls(lines=raw["rows"], **{name: raw[name] for name in _KINDS if name != "rows"})
             if unknown := sorted(raw.keys() - {*_KINDS, "format", "schema", "summary", "digest"}):
-                raise BadProbeFile(f"{path} was changed: it has an unknown field {short_repr(unknown[0])}. Copy it again.")
+                raise BadFile(f"{path} was changed: it has an unknown field {short_repr(unknown[0])}. Copy it again.")
             if "digest" not in raw:
                 warnings.warn(
                     f"{path} has no digest: an older version wrote it, and a change of it would not be noticed. Save it again.",
@@ -343,11 +343,11 @@ class Report:
                     stacklevel=2,
                 )
             elif raw["digest"] != found.digest:
-                raise BadProbeFile(f"{path} was changed: it does not have its digest. Copy it again, or run the probe again.")
-        except BadProbeFile:
+                raise BadFile(f"{path} was changed: it does not have its digest. Copy it again, or run the probe again.")
+        except BadFile:
             raise
         except (OSError, KeyError, TypeError, ValueError, RecursionError) as error:  # also text that is no UTF-8, and NaN
-            raise BadProbeFile(f"{path} is not a report ({str(error)[:200]}).") from error
+            raise BadFile(f"{path} is not a report ({str(error)[:200]}).") from error
         return found
 
 

@@ -31,7 +31,7 @@ from replaylens.features.features import SparseFeatures
 from replaylens.features.rows import Ids, feature_ids
 from replaylens.probes.arrays import OWN, FromArrays
 from replaylens.probes.checks import mask_of
-from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError
 from replaylens.probes.positions import Position, PositionFunction, add_last, add_places, example_keys
 from replaylens.probes.sources import (
     LETTERS,
@@ -306,9 +306,9 @@ class ProbeRows(FromArrays):
         return self.frame[column]
 
     def require(self, engine: Core) -> None:
-        """Raise FingerprintMismatch if another engine computed the rows, NoTask if they come from arrays."""
+        """Raise FingerprintMismatch if another engine computed the rows, ProbeError if they come from arrays."""
         if self.about.task is None:
-            raise NoTask("These rows come from arrays: no engine is known to have computed them. Leave out the engine.")
+            raise ProbeError("These rows come from arrays: no engine is known to have computed them. Leave out the engine.")
         mine = self.about.fingerprint
         if mine is not None and mine != engine.fingerprint:
             lines = "; ".join(engine.fingerprint.differences(mine))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import no_such
 from replaylens.engine.model.modes import threads
-from replaylens.probes.errors import UnknownEstimator
+from replaylens.probes.errors import ProbeError
 from replaylens.probes.estimators import whitened
 from replaylens.probes.quasi_newton import Grams, QuasiNewton, RowSpace, worth_the_row_space
 
@@ -65,7 +65,7 @@ def solve(
     tolerance  logistic only: stop when the largest entry of the gradient, per row, is below it; default: 1e-6 in double
                precision, 1e-4 (scikit-learn's) in single
 
-    Raises UnknownEstimator for another kind than logistic, ridge, regression, mass-mean and mass-mean-whitened.
+    Raises ProbeError for another kind than logistic, ridge, regression, mass-mean and mass-mean-whitened.
 
     >>> import numpy as np, torch
     >>> from replaylens.probes import one_hot
@@ -122,7 +122,7 @@ def _solved(
         case "logistic":
             found = _logistic(grams, y, where, path, tolerance or (1e-6 if x.dtype == torch.float64 else 1e-4))
         case _:
-            raise UnknownEstimator(no_such("kind of probe", kind, KINDS))
+            raise ProbeError(no_such("kind of probe", kind, KINDS))
     return [Solution(weight, bias - torch.einsum("btfkd,bd->btfk", weight, grams.shift)) for weight, bias in found]
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from replaylens import tasks
 from replaylens.dumps.plan import StoredFeatures, to_rows
 from replaylens.dumps.reader import Dump
-from replaylens.engine.errors import UnknownSite, no_such
+from replaylens.engine.errors import Caveat, UnknownSite, no_such
 from replaylens.engine.model.sites import at_layer, by_layer, by_letter
 from replaylens.engine.records import Fingerprint
 from replaylens.features.features import SparseFeatures
 from replaylens.features.rows import FeatureRows
-from replaylens.probes.errors import BadRows, CutFeatures, NoTask, SeveralTasks
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.tasks.errors import TaskError
 from replaylens.tasks.registry import get as get_task
 from replaylens.tasks.task import AnyTask, Task
@@ -70,14 +70,14 @@ class About:
         return self.task == TEXTS
 
     def make_task(self) -> AnyTask:
-        """The task of the rows. Raises NoTask for rows from arrays, SeveralTasks for joined ones of different tasks.
+        """The task of the rows. Raises ProbeError for rows from arrays, or of several tasks.
 
         UnknownTask if no task of a dump's name is registered.
         """
         if self.task is None:
-            raise NoTask("These rows come from arrays and have no task. Give a dump or a run, or ask what needs no task.")
+            raise ProbeError("These rows come from arrays and have no task. Give a dump or a run, or ask what needs no task.")
         if self.several:
-            raise SeveralTasks(f"These rows come from several tasks ({self.task}). Ask this of the rows of one of them.")
+            raise ProbeError(f"These rows come from several tasks ({self.task}). Ask this of the rows of one of them.")
         return tasks.get(self.task)(**self.knobs) if self.maker is None else self.maker
 
 
@@ -443,7 +443,7 @@ class StoredFeatureSource(WiderSource):
             warnings.warn(
                 f"The dump keeps {indices.shape[1]} features a row, but {int(cut.sum())} of {len(cut)} rows have more (up to "
                 f"{int(counts.max())}). The rest reads as 0. Give the weights instead of a name, or dump with a larger keep.",
-                CutFeatures,
+                Caveat,
                 stacklevel=3,
             )
         return to_rows(self.stored, indices, values).columns(self.chosen)

@@ -17,7 +17,7 @@ import pandas as pd
 
 from replaylens.engine.engine import Engine
 from replaylens.probes.checks import folds_and_seed, mask_of
-from replaylens.probes.errors import BadRows, ProbeError, RootOnBothSides, SharedRows, TooFewGroups
+from replaylens.probes.errors import BadRows, ProbeError, SharedRows, TooFewGroups
 from replaylens.probes.groups import groups_of, histories, path_keys
 from replaylens.probes.positions import row_paths
 from replaylens.probes.rows import ProbeRows
@@ -28,7 +28,7 @@ from replaylens.tasks.task import Example
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pairs of masks over rows. Raises RootOnBothSides if a pair shares a root; `check` compares it with its rows."""
+    """Pairs of masks over rows. Raises SharedRows if a pair shares a root; `check` compares it with its rows."""
 
     name: str
     train: np.ndarray
@@ -53,7 +53,7 @@ class Split:
         for number, (train, test) in enumerate(self):
             both = np.intersect1d(self.roots[train], self.roots[test])
             if len(both):
-                raise RootOnBothSides(
+                raise SharedRows(
                     f"Split {self.name!r}, fold {number}: root {both[0]} and {len(both) - 1} more are on both sides. "
                     f"Branches of a prompt share its tokens: split by root, as by_root and by_length do."
                 )
@@ -66,7 +66,7 @@ class Split:
         return len(self.train)
 
     def check(self, rows: ProbeRows, keys: np.ndarray | None = None) -> "Split":
-        """The split itself, if it is one of these rows. Raises RootOnBothSides or SharedRows, which names two rows.
+        """The split itself, if it is one of these rows. Raises SharedRows or SharedRows, which names two rows.
 
         The roots and paths are those of the rows, whatever the split says of them.
 
@@ -208,7 +208,7 @@ def _whole_paths(rows: ProbeRows) -> pd.DataFrame:
 
 
 def by_mask(rows: ProbeRows, name: str, fit: np.ndarray, test: np.ndarray) -> Split:
-    """A custom split. Raises RootOnBothSides or SharedRows if a root or a path would be on both sides."""
+    """A custom split. Raises SharedRows or SharedRows if a root or a path would be on both sides."""
     return _once(name, rows, fit, test)
 
 

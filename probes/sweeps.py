@@ -20,7 +20,7 @@ from replaylens.dumps.manifest import MANIFEST, PLAN
 from replaylens.dumps.reader import Dump
 from replaylens.engine.display import is_stamped
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import MissingPackage, no_such
+from replaylens.engine.errors import BadFile, MissingPackage, PlanMismatch, no_such
 from replaylens.engine.files import require_own_folder, write_file
 from replaylens.engine.machine import require_room
 from replaylens.engine.request.values import as_int, as_list, short_repr, verb
@@ -38,17 +38,7 @@ from replaylens.probes.controls import (
     require_same_rows,
     untrained_rows,
 )
-from replaylens.probes.errors import (
-    BadPosition,
-    BadProbeFile,
-    BadRows,
-    MissingLabel,
-    OneClass,
-    ProbeError,
-    SweepMismatch,
-    TooFewGroups,
-    UnknownEstimator,
-)
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, TooFewGroups
 from replaylens.probes.groups import GIVEN, grouped, histories, independent, with_groups
 from replaylens.probes.heldout import (
     HeldOutPredictions,
@@ -259,8 +249,8 @@ _ROOM = "Finished parts are kept. Make room, and run the same sweep again with t
 
 
 class SweepCache:
-    """Parts by name. Without a folder nothing is stored. Raises SweepMismatch if the folder belongs to other settings or
-    rows, BadProbeFile if a file of it was changed."""
+    """Parts by name. Without a folder nothing is stored. Raises PlanMismatch if the folder belongs to other settings or
+    rows, BadFile if a file of it was changed."""
 
     def __init__(self, folder: str | Path | None, key: str) -> None:
         self.folder, self.key = None if folder is None else make_folder(folder), key
@@ -273,7 +263,7 @@ class SweepCache:
                 read_part(path, key)
             write_file(noted, key, advice=_ROOM)
         elif key_in(self.folder) != key:
-            raise SweepMismatch(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
+            raise PlanMismatch(f"{folder} holds parts of another sweep. Give its settings and rows, or another folder.")
 
     def get(self, name: str, make: Callable[[], HeldOutPredictions]) -> HeldOutPredictions:
         """The stored predictions of this name, or else newly computed ones.
@@ -285,7 +275,7 @@ class SweepCache:
         )
 
     def arrays(self, name: str, make: Callable[[], dict[str, np.ndarray]], expected: Sequence[str]) -> dict[str, np.ndarray]:
-        """The stored arrays of this name, or else newly computed ones, stored before they are returned. Raises BadProbeFile
+        """The stored arrays of this name, or else newly computed ones, stored before they are returned. Raises BadFile
         if the stored ones were changed."""
         if self.folder is None:
             return make()
@@ -328,26 +318,26 @@ def parts_in(folder: Path) -> list[Path]:
 
 
 def key_in(folder: Path) -> str:
-    """The key of a sweep's folder. BadProbeFile if the file is damaged."""
+    """The key of a sweep's folder. BadFile if the file is damaged."""
     found = (folder / _KEY).read_text(encoding="utf-8", errors="replace")
     if not re.fullmatch("[0-9a-f]{64}", found):
-        raise BadProbeFile(f"{folder / _KEY} is damaged: it holds no key. Restore it, or give another folder.")
+        raise BadFile(f"{folder / _KEY} is damaged: it holds no key. Restore it, or give another folder.")
     return found
 
 
 def read_part(path: Path, key: str) -> dict[str, np.ndarray] | None:
-    """The arrays of a part of the sweep with this key; None if an older version wrote it, without a hash. BadProbeFile if it
+    """The arrays of a part of the sweep with this key; None if an older version wrote it, without a hash. BadFile if it
     was changed after it was written, or is another's."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise BadProbeFile(f"{path} cannot be read: {error.strerror}. {_DELETE}") from None
+        raise BadFile(f"{path} cannot be read: {error.strerror}. {_DELETE}") from None
     end = len(content) - _SEAL
     if content[-22:].startswith(_END) and content.endswith(b"\0\0"):
         return None
     body = content[:end] + b"\0\0"
     if not body[-22:].startswith(_END) or content != _sealed(body, key, path.stem):
-        raise BadProbeFile(f"{path} was changed after it was written, or is of another sweep: its seal is broken. {_DELETE}")
+        raise BadFile(f"{path} was changed after it was written, or is of another sweep: its seal is broken. {_DELETE}")
     with np.load(BytesIO(body), allow_pickle=False) as kept:
         return {each: kept[each] for each in kept.files}
 
@@ -359,7 +349,7 @@ def _sealed(body: bytes, key: str, name: str) -> bytes:
 
 
 def check_parts(folder: Path) -> tuple[int, int]:
-    """(parts of a sweep's folder that have their seal, parts of older versions without one). BadProbeFile for the first one
+    """(parts of a sweep's folder that have their seal, parts of older versions without one). BadFile for the first one
     that was changed."""
     key = key_in(folder)
     kept = [read_part(path, key) is not None for path in parts_in(folder)]
@@ -426,7 +416,7 @@ def sweep(
         labels=names("label", label),
         sites=names("sites", rows.default_sites if sites is None else sites),
         positions=once("positions", [place.spec for place in places]),
-        estimators=names("estimators", estimators, UnknownEstimator),
+        estimators=names("estimators", estimators, ProbeError),
         split=split if isinstance(split, str) else getattr(split, "__name__", "own"),
         untrained=engine is not None or untrained is not None,
         groups=groups if groups is None or isinstance(groups, str) else GIVEN,

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from replaylens.tasks.errors import BadKnob, BadTask, MixedLabel, UnknownLabel, UnreadableText
+from replaylens.tasks.errors import BadKnob, BadTask, TaskError, UnreadableText, unknown
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Reading:
         wanted = self.label_names if names is None else tuple(names)
         for name in wanted:
             if name not in self.label_names:
-                raise UnknownLabel(name, self.label_names)
+                raise TaskError(unknown("label", name, self.label_names))
         ends = [end if end > start else 0 for start, end in offsets]
         marks, none = [self._mark(end) for end in ends], dict.fromkeys(self.label_names)
         rows = [none if mark is None else mark.labels for mark in marks]
@@ -235,7 +235,8 @@ def as_texts(knob: str, value: Any) -> tuple[dict[str, Any], ...]:
             raise BadKnob(f"{knob}[{number}]", str(raw)[:60], problem)
     for name, kinds in _kinds(value).items():
         if len(kinds) > 1:
-            raise MixedLabel(name, sorted(kind.__name__ for kind in kinds))
+            types = " and ".join(sorted(kind.__name__ for kind in kinds))
+            raise TaskError(f"Label {name!r} has values of the types {types}. Give values of one type.")
     return tuple(value)
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from replaylens import boundary
-from replaylens.tasks.errors import BadTask, BrokenPlugin, CannotImport, TaskNameTaken, UnknownTask
+from replaylens.tasks.errors import BadTask, UnknownTask, name_taken
 from replaylens.tasks.task import AnyTask, Knobs, Task
 from replaylens.tasks.texts import GivenTexts
 
@@ -104,22 +104,28 @@ def distribution(entry: "EntryPoint") -> str:
 
 
 def load_plugin(name: str) -> type[AnyTask]:
-    """Import the one declared task of this name. BrokenPlugin if that fails; TaskNameTaken if several declare it."""
+    """Import the one declared task of this name. BadTask if that fails, or if several declare it."""
     entry, *others = entries()[name]
     if others:
-        raise TaskNameTaken(name, distribution(entry), distribution(others[0]))
+        raise name_taken(name, distribution(entry), distribution(others[0]))
     try:
         task: Any = entry.load()
     except (Exception, SystemExit) as error:
-        raise BrokenPlugin(name, distribution(entry), entry.value, f"{type(error).__name__}: {error}") from error
+        raise _broken(entry, f"{type(error).__name__}: {error}") from error
     try:
         check_definition(task)
     except Exception as error:  # making the task's labels runs its code
-        raise BrokenPlugin(name, distribution(entry), entry.value, f"{type(error).__name__}: {error}") from error
+        raise _broken(entry, f"{type(error).__name__}: {error}") from error
     if task.name != name:
-        problem = f"the class is named {task.name!r}, and its entry point {name!r}"
-        raise BrokenPlugin(name, distribution(entry), entry.value, problem)
+        raise _broken(entry, f"the class is named {task.name!r}, and its entry point {name!r}")
     return task
+
+
+def _broken(entry: "EntryPoint", problem: str) -> BadTask:
+    return BadTask(
+        f"Task {entry.name!r} of {distribution(entry)} cannot be loaded from {entry.value!r}: {problem.rstrip('.')}. Update or "
+        "uninstall that distribution."
+    )
 
 
 def holder_of(task: type[AnyTask]) -> str | None:
@@ -132,7 +138,7 @@ def holder_of(task: type[AnyTask]) -> str | None:
 def warn_of_shadowed(name: str) -> None:
     """Warn if a distribution declares the name of a built-in task, which is used instead."""
     for entry in entries().get(name, ()):
-        taken = TaskNameTaken(name, distribution(entry), "replaylens itself")
+        taken = name_taken(name, distribution(entry), "replaylens itself")
         boundary.warn(f"{taken} The task of replaylens is used.", PluginWarning)
 
 
@@ -165,7 +171,7 @@ def names() -> tuple[str, ...]:
 def register(task: T) -> T:
     """Make a task class known by its name in this process; use it as a decorator. Returns the class.
 
-    Raises BadTask if the class is incomplete, and TaskNameTaken if another task has the name. A class that is defined again
+    Raises BadTask if the class is incomplete, or another task has the name. A class that is defined again
     (a notebook's cell that ran twice) replaces its older self.
 
     To make a task known in every process, its distribution declares it in pyproject.toml:
@@ -181,7 +187,7 @@ def register(task: T) -> T:
 
 
 def get(name: str) -> type[AnyTask]:
-    """The task class of this name. Raises UnknownTask, which lists the names, and BrokenPlugin or TaskNameTaken if an
+    """The task class of this name. Raises UnknownTask, which lists the names, and BadTask if an
     installed distribution declares the name but its task cannot be used.
 
     >>> example = get("coin")(flips=2, rendering="symbols").example(0)
@@ -211,14 +217,14 @@ def _built_in(name: str) -> type[AnyTask]:
 
 
 def require_own_name(task: type[AnyTask]) -> None:
-    """Raise TaskNameTaken if the name belongs to another class: a dump that cites it would be read with the wrong task."""
+    """Raise BadTask if the name belongs to another class: a dump that cites it would be read with the wrong task."""
     own = _built_in(task.name) if task.name in BUILT_IN else None
     known = own or _GIVEN.get(task.name) or _REGISTERED.get(task.name)
     holder = None if known is None or same_task(known, task) else where(known)
     if holder is None and task.name not in (*BUILT_IN, *_GIVEN):
         holder = holder_of(task)
     if holder is not None:
-        raise TaskNameTaken(task.name, where(task), holder)
+        raise name_taken(task.name, where(task), holder)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -229,26 +235,26 @@ def load(reference: str) -> type[AnyTask]:
     """The task of a name, `package.module:Class` or `path/to/file.py:Class`. The latter two run that code, and register the
     class, so that dumps and recipes find it by its name in this process.
 
-    CannotImport if the code cannot be imported; BadTask and TaskNameTaken as in `register`.
+    BadTask if the code cannot be imported, and as in `register`.
     """
     source, colon, attribute = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
     if not colon:
         return get(reference)
     if not source or not attribute.isidentifier():
-        raise CannotImport(f"Cannot read {reference!r} as a task. Give a name, module:Class or file.py:Class.")
+        raise BadTask(f"Cannot read {reference!r} as a task. Give a name, module:Class or file.py:Class.")
     found: Any = getattr(module_of(source), attribute, None)
     if found is None:
-        raise CannotImport(f"{source} has no {attribute!r}. Give the name of a task class in it.")
+        raise BadTask(f"{source} has no {attribute!r}. Give the name of a task class in it.")
     return register(found)
 
 
 def module_of(source: str) -> ModuleType:
-    """The module of a name or of a .py file, whose code runs. CannotImport if it cannot be imported."""
+    """The module of a name or of a .py file, whose code runs. BadTask if it cannot be imported."""
     try:
         return _file(Path(source)) if source.endswith(".py") else import_module(source)
     except (Exception, SystemExit) as error:
         hint = "" if source.endswith(".py") else f" If {source} is a file, give {source.replace('.', '/')}.py:NAME."
-        raise CannotImport(f"Cannot import {source!r} ({type(error).__name__}: {error}).{hint}") from error
+        raise BadTask(f"Cannot import {source!r} ({type(error).__name__}: {error}).{hint}") from error
 
 
 def _file(path: Path) -> ModuleType:

@@ -10,7 +10,7 @@ from functools import cached_property
 from operator import index as as_index
 from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
-from replaylens.tasks.errors import BadIndex, BadKnob, TaskError, UnknownKnob
+from replaylens.tasks.errors import BadKnob, TaskError, unknown
 from replaylens.tasks.reading import (
     NEXT_ACTION,
     SHUFFLED,
@@ -34,6 +34,7 @@ from replaylens.tasks.reading import (
 T = TypeVar("T")
 
 _BITS = 64
+_BAD_INDEX = "Bad example index {!r}. Give an integer of at least 0."
 
 
 class Draws:
@@ -281,7 +282,7 @@ class Task(ABC, Generic[K]):
         specs = {spec.name: spec for spec in fields(cls.knobs_class)}
         for given in knobs:
             if given not in specs:
-                raise UnknownKnob(cls.name, given, specs)
+                raise TaskError(unknown("knob", given, specs, of=f" of task {cls.name!r}"))
         converts = {name: specs[name].metadata["convert"] for name in knobs}
         return cls.knobs_class(**{n: converts[n](n, v) if converts[n] else v for n, v in knobs.items()})
 
@@ -323,17 +324,17 @@ class Task(ABC, Generic[K]):
     def examples(self, which: int | Iterable[int]) -> list[Example]:
         """The first `which` examples, or those at the given indices."""
         if isinstance(which, bool):
-            raise BadIndex(which)
+            raise TaskError(_BAD_INDEX.format(which))
         try:
             count = as_index(which)  # type: ignore[arg-type]  # it says if it cannot
         except TypeError:  # several, or nothing of the kind
             if not isinstance(which, Iterable):
-                raise BadIndex(which) from None
+                raise TaskError(_BAD_INDEX.format(which)) from None
             if isinstance(which, Sized):
                 require_room_for(which)
             return [self.example(index) for index in which]
         if not 0 <= count <= sys.maxsize:  # no list is longer
-            raise BadIndex(which)
+            raise TaskError(_BAD_INDEX.format(which))
         require_room_for(range(count))
         return [self.example(index) for index in range(count)]
 
@@ -370,7 +371,7 @@ class Task(ABC, Generic[K]):
 
     def _draws(self, index: int) -> Draws:
         if isinstance(index, bool) or not isinstance(index, int) or index < 0:
-            raise BadIndex(index)
+            raise TaskError(_BAD_INDEX.format(index))
         return Draws(self._key, index)
 
     @cached_property

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn
 
-from replaylens.tasks.errors import NoSuchText, NotForTexts
+from replaylens.tasks.errors import TaskError
 from replaylens.tasks.reading import SHUFFLED, GivenText, Reading, ReadingMark, Scene, as_texts, label_names_of
 from replaylens.tasks.task import Draws, Example, Knobs, KnownZero, Story, Task, knob
 
 NAME = "texts"
+_NOT_POSSIBLE = "Not possible with given texts."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class GivenTexts(Task[TextsKnobs]):
     """Given texts; `engine.texts` makes them from strings, token ids, chats, tables and branches.
 
     Labels belong to a text or to its tokens. The only known zero is `shuffled`. There are no steps, no query and no answers:
-    what asks for these raises NotForTexts.
+    what asks for these raises TaskError.
     """
 
     name = NAME
@@ -53,7 +54,7 @@ class GivenTexts(Task[TextsKnobs]):
         return len(self.knobs.texts)
 
     def example(self, index: int) -> Example:
-        """The text at this index. NoSuchText if there are fewer."""
+        """The text at this index. TaskError if there are fewer."""
         text = self._text(index)
         return Example(
             task=self.name,
@@ -70,7 +71,7 @@ class GivenTexts(Task[TextsKnobs]):
     def _text(self, index: int) -> GivenText:
         self._draws(index)  # checks that it is an index
         if index >= len(self):
-            raise NoSuchText(index, len(self))
+            raise TaskError(f"There is no text {index}: {len(self)} were given. Use indices from 0 to {len(self) - 1}.")
         return self.given[index]
 
     def examples(self, which: int | Iterable[int] | None = None) -> list[Example]:
@@ -118,9 +119,11 @@ class GivenTexts(Task[TextsKnobs]):
         """The label, if there is one."""
         own = self.label_names[:-1]
         if not own:
-            raise NotForTexts("They have no labels, so no state. Give labels when you replay them, or name a column.")
+            raise TaskError(
+                f"{_NOT_POSSIBLE} They have no labels, so no state. Give labels when you replay them, or name a column."
+            )
         if len(own) > 1:
-            raise NotForTexts(f"They have the labels {', '.join(own)}, and none of them is the state. Name one.")
+            raise TaskError(f"{_NOT_POSSIBLE} They have the labels {', '.join(own)}, and none of them is the state. Name one.")
         return own[0]
 
     @property
@@ -145,7 +148,9 @@ class GivenTexts(Task[TextsKnobs]):
 
     @classmethod
     def _lack(cls, what: str) -> NoReturn:
-        raise NotForTexts(f"They have no {what}. Use a task that has them: `replaylens tasks list` names all tasks.")
+        raise TaskError(
+            f"{_NOT_POSSIBLE} They have no {what}. Use a task that has them: `replaylens tasks list` names all tasks."
+        )
 
 
 def cited(task: str, knobs: Mapping[str, Any]) -> dict[str, Any]:

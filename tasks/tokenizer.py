@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from replaylens.tasks.errors import BadTokenizer, UnknownToken, UnknownWord
+from replaylens.tasks.errors import BadTokenizer, TaskError, UnknownWord
 from replaylens.tasks.reading import Label, Offset, Reading
 from replaylens.tasks.task import Example
 
@@ -94,13 +94,13 @@ class WordTokenizer:
     def _pieces(self, ids: Sequence[int]) -> list[str]:
         texts, unknown = self._texts, len(self._tokens)
         if ids and not 0 <= min(ids) <= max(ids) < unknown:
-            raise UnknownToken(next(token_id for token_id in ids if not 0 <= token_id < unknown), unknown)
+            raise _outside(next(token_id for token_id in ids if not 0 <= token_id < unknown), unknown)
         return [texts[token_id] for token_id in ids]
 
     def token(self, token_id: int) -> str:
         """The word or special with this id."""
         if not 0 <= token_id < len(self._tokens):
-            raise UnknownToken(token_id, len(self._tokens))
+            raise _outside(token_id, len(self._tokens))
         return self._tokens[token_id]
 
     def id(self, word: str) -> int:
@@ -151,6 +151,10 @@ class WordTokenizer:
         return f"WordTokenizer({self.vocab_size} tokens)"
 
 
+def _outside(token: object, size: int) -> TaskError:
+    return TaskError(f"Token id {token!r} is outside the vocabulary. Use ids from 0 to {size - 1}.")
+
+
 # ---- labels ----------------------------------------------------------------------------------------------------------
 # Token labels for any tokenizer: labels belong to characters, offsets map them to tokens.
 #
@@ -170,7 +174,7 @@ def label_tokens(
     """The value of each label (default: all of them) at every token.
 
     A token takes the labels in force after its last character. Tokens without characters, and those beyond the
-    readable part of the text, get None. Raises UnknownLabel.
+    readable part of the text, get None. Raises TaskError.
     """
     return labelled.labels_at(offsets, names)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, KVCorruption
+from replaylens.engine.errors import BadRequest, IntegrityError
 from replaylens.engine.machine import free_memory, total_memory
 from replaylens.engine.memory.pages import PageCopy, PagePool, PageTable
 from replaylens.engine.memory.rooms import Rooms
@@ -204,20 +204,20 @@ class KVCache:
             self.digest[slots[position]] = self._bytes_digest(slots[position], position)
 
     def check(self, tokens: list[int], slots: list[int]) -> None:
-        """Raise KVCorruption unless the slots hold this path. No-op without a canary."""
+        """Raise IntegrityError unless the slots hold this path. No-op without a canary."""
         if self.chain is None:
             return
         link = 0
         for position, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
             link = _next_link(link, token, position)
             if self.chain.get(slot) != link:
-                raise KVCorruption(
+                raise IntegrityError(
                     f"Slot {slot} (page {slot // self.pool.page_size}) does not hold position {position}, token {token} "
                     "of this path. A page-table entry, a rollback or a prefix entry is wrong."
                 )
             now = self._bytes_digest(slot, position)
             if any(new and old != new for old, new in zip(self.digest[slot], now, strict=True)):  # what is lost is empty
-                raise KVCorruption(
+                raise IntegrityError(
                     f"The bytes of slot {slot} (page {slot // self.pool.page_size}), position {position}, token {token} "
                     "changed after they were committed."
                 )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from replaylens.engine.errors import BadPage, BadPoolSize, BadRange, ClosedTable, IntegrityError, OutOfPages
+from replaylens.engine.errors import BadRange, BadRequest, IntegrityError, InternalError, OutOfPages
 
 # ---- page runs -------------------------------------------------------------------------------------------------------
 # `PageTable`, and `PageRun`: pages that several tables begin with, counted once for all of them.
@@ -262,7 +262,7 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 1 or page_size < 1:
-            raise BadPoolSize(f"num_pages is {num_pages} and page_size is {page_size}. Both must be at least 1.")
+            raise BadRequest(f"num_pages is {num_pages} and page_size is {page_size}. Both must be at least 1.")
         self.num_pages = num_pages
         """usable pages; with the null page, the KV cache needs num_pages + 1"""
         self.page_size = page_size
@@ -294,7 +294,7 @@ class PagePool:
     def refcount(self, page: int) -> int:
         """How many references `page` has: of tables, runs and `retain`. 0 for a free page and for the null page."""
         if not 0 <= page <= self.num_pages:
-            raise BadPage(f"Page {page} does not exist. Pages are {NULL_PAGE} to {self.num_pages}.")
+            raise InternalError(f"Page {page} does not exist. Pages are {NULL_PAGE} to {self.num_pages}.")
         return self._refcounts[page] if page < len(self._refcounts) else 0
 
     def sharers(self, table: PageTable, index: int) -> int:
@@ -485,7 +485,7 @@ class PagePool:
     def _plan(self, table: PageTable, start: int, end: int) -> tuple[list[int], int]:
         """Indices of the shared pages in [start, end), and the number of missing pages. Changes nothing."""
         if table.closed:
-            raise ClosedTable("This page table was released. Fork a live table or create a new one.")
+            raise InternalError("This page table was released. Fork a live table or create a new one.")
         if not 0 <= start <= end or start > table.length:
             raise BadRange(
                 f"Cannot reserve [{start}, {end}) in a table of {table.length} positions. Start within it or at its end."
@@ -576,13 +576,13 @@ class PagePool:
 
     def _check_range(self, table: PageTable, start: int, end: int) -> None:
         if table.closed:
-            raise ClosedTable("This page table was released. Fork a live table or create a new one.")
+            raise InternalError("This page table was released. Fork a live table or create a new one.")
         if not 0 <= start <= end <= table.length:
             raise BadRange(f"Positions [{start}, {end}) are not within a table of length {table.length}.")
 
     def _check_used(self, pages: Iterable[int]) -> None:
         for page in pages:
             if page == NULL_PAGE:
-                raise BadPage(f"Page {NULL_PAGE} is the null page. It has no owner and must not be in a table.")
+                raise InternalError(f"Page {NULL_PAGE} is the null page. It has no owner and must not be in a table.")
             if self.refcount(page) < 1:
-                raise BadPage(f"Page {page} is not in use. It was freed already, or never allocated.")
+                raise InternalError(f"Page {page} is not in use. It was freed already, or never allocated.")

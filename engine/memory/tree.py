@@ -19,7 +19,7 @@ from enum import Enum
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
+from replaylens.engine.errors import BadRange, BadRequest, ClosedBranch, IntegrityError, InternalError
 from replaylens.engine.memory.path import PathHistory, PathStates, TokenPath
 from replaylens.engine.memory.path import TokenState as TokenState
 
@@ -133,7 +133,7 @@ class BranchTree:
         """The record itself, for reading only. A released branch is found as long as something refers to it."""
         record = self._live.get(branch_id) or self._released.get(branch_id)
         if record is None:
-            raise UnknownBranch(
+            raise BadRequest(
                 f"No branch {branch_id}. {len(self)} branches are known, with ids below {self._next_id}. "
                 "It was never created, or it was released and nothing refers to it."
             )
@@ -146,7 +146,7 @@ class BranchTree:
         return self._add(None, 0, TokenPath(tokens), states, len(tokens))
 
     def append(self, branch_id: int, tokens: Sequence[int], state: TokenState, forced: bool = False) -> None:
-        """Append tokens to an open branch, all or none. Raises BadTransition if `state` may not follow the last token.
+        """Append tokens to an open branch, all or none. Raises InternalError if `state` may not follow the last token.
 
         forced  a caller gave them; nothing has chosen them
         """
@@ -156,7 +156,7 @@ class BranchTree:
         last = branch.states.last
         too_many = state is PENDING and (last is PENDING or len(tokens) > 1)
         if state is REJECTED or _ORDER[state] < _ORDER[last] or too_many:
-            raise BadTransition(
+            raise InternalError(
                 f"Branch {branch_id}: {len(tokens)} {state.value} tokens cannot follow a {last.value} token. "
                 "The order is prompt, accepted, one pending, drafts. Mark tokens or roll back first."
             )
@@ -176,9 +176,9 @@ class BranchTree:
             old = branch.states[position]
             if state not in TRANSITIONS.get(old, ()):
                 first = max(start, branch.states.index(old))
-                raise BadTransition(f"Branch {branch_id}, position {first}: {old.value} cannot become {state.value}.")
+                raise InternalError(f"Branch {branch_id}, position {first}: {old.value} cannot become {state.value}.")
         if start < end and start > 0 and branch.states[start - 1] in (PENDING, DRAFT):
-            raise BadTransition(
+            raise InternalError(
                 f"Branch {branch_id}: position {start - 1} is still {branch.states[start - 1].value}. "
                 "Accept tokens from the left, without gaps."
             )
@@ -229,7 +229,7 @@ class BranchTree:
         """
         branch = self._changeable(branch_id, BranchStatus.OPEN, BranchStatus.FINISHED)
         if not branch.root_length <= length <= len(branch.tokens):
-            raise BadRollback(
+            raise BadRequest(
                 f"Branch {branch_id}: cannot roll back to {length}. Use {branch.root_length} (its prompt) to "
                 f"{len(branch.tokens)} (its tip), or fork it within the prompt."
             )

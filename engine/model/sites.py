@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from replaylens import boundary
-from replaylens.engine.errors import BadEdit, MixedExperts, UnknownSite
+from replaylens.engine.errors import BadEdit, Caveat, UnknownSite
 from replaylens.engine.model.config import ModelConfig
 
 # ---- site names ------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def same_value(name: str) -> str | None:
 
 
 def warn_of_mixed_experts(site: str, at_caller: bool = False) -> None:
-    """MixedExperts for a site whose rows, laid flat, have a place for each chosen expert: another one in each row.
+    """Caveat for a site whose rows, laid flat, have a place for each chosen expert: another one in each row.
 
     at_caller  of the package is the place of the warning; else it is here, so that a site is named once, not for every read
                of a sweep
@@ -186,7 +186,7 @@ def warn_of_mixed_experts(site: str, at_caller: bool = False) -> None:
         (boundary.warn if at_caller else warnings.warn)(
             f"{site} {what}, so that a column belongs to another expert in each row. Choose the rows of one expert by "
             "hook_expert_indices (docs/models.md, Probe one expert), or take hook_expert_weights, a column for each expert.",
-            MixedExperts,
+            Caveat,
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, MissingPackage, NoChatTemplate, UnknownPromptWord
+from replaylens.engine.errors import BadRequest, BadTexts, MissingPackage, UnknownPromptWord
 from replaylens.tasks import errors as tasks
 
 Chat = Sequence[Mapping[str, str]]
@@ -70,7 +70,7 @@ class Text:
         if self.tokenizer is None:
             raise BadRequest("This engine has no tokenizer. Give token ids instead of a chat, or load it with a tokenizer.")
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise NoChatTemplate(
+            raise BadTexts(
                 f"A chat was given, but the tokenizer {type(self.tokenizer).__name__} has no chat template. Load a model that "
                 "was trained on chats, set the tokenizer's chat_template, or give the text as the model was trained to read it."
             )

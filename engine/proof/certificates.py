@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import replaylens
-from replaylens.engine.errors import BadCertificate, NotCertified
+from replaylens.engine.errors import BadFile, NotCertified
 from replaylens.engine.files import cache_folder
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
@@ -87,7 +87,7 @@ def _from_disk(key: str) -> Certificate | None:
     try:
         found = Certificate.from_json(_path(key).read_text(encoding="utf-8"))
         return found if found.certified else None
-    except (OSError, UnicodeError, BadCertificate):
+    except (OSError, UnicodeError, BadFile):
         return None
 
 

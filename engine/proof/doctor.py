@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadCertificate, BadRequest, NotCertified
+from replaylens.engine.errors import BadFile, BadRequest, NotCertified
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.fingerprint import PORTABLE
@@ -70,8 +70,8 @@ class Certificate:
 
     @classmethod
     def from_json(cls, text: str) -> "Certificate":
-        """The inverse of `to_json`; BadCertificate names the first field that is not of its type."""
-        found = read(_CertificateRecord, text, "The certificate", BadCertificate)
+        """The inverse of `to_json`; BadFile names the first field that is not of its type."""
+        found = read(_CertificateRecord, text, "The certificate", BadFile)
         return cls(found.findings, found.arithmetic)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from replaylens.engine.errors import BadTrace, EngineError, FingerprintMismatch
+from replaylens.engine.errors import BadFile, EngineError, FingerprintMismatch
 from replaylens.engine.files import write_file
 from replaylens.engine.records import Count, Fingerprint, PlacedEditRecord, Positive, build, parse
 from replaylens.engine.request.capture import CaptureSpec
@@ -110,11 +110,11 @@ EVENTS = tuple(_KINDS)
 
 
 def check_event(raw: Any, what: str) -> dict[str, Any]:
-    """The event itself, if its kind is known and each of its fields has its type. Otherwise BadTrace names the field."""
+    """The event itself, if its kind is known and each of its fields has its type. Otherwise BadFile names the field."""
     kind = raw.get("event") if isinstance(raw, dict) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise BadTrace(f"{what}: not an event of a trace. Events are {', '.join(EVENTS)}.")
-    build(_KINDS[kind], raw, f"{what}: not an event of a trace: {kind!r}", BadTrace)
+        raise BadFile(f"{what}: not an event of a trace. Events are {', '.join(EVENTS)}.")
+    build(_KINDS[kind], raw, f"{what}: not an event of a trace: {kind!r}", BadFile)
     return dict(raw)
 
 
@@ -150,25 +150,25 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
-        """Read and check a trace. Raises BadTrace with the first bad line."""
+        """Read and check a trace. Raises BadFile with the first bad line."""
         try:
             raw = as_path("path", path).read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a null byte
             if isinstance(error, EngineError):
                 raise
-            raise BadTrace(f"Cannot read {str(path)[:200]!r}: {getattr(error, 'strerror', None) or error}.") from error
+            raise BadFile(f"Cannot read {str(path)[:200]!r}: {getattr(error, 'strerror', None) or error}.") from error
         lines = raw.splitlines(keepends=True)
         what = f"{path}, line 1: not a trace header: it"
-        head = parse(lines[0] if lines else b"", what, BadTrace)
+        head = parse(lines[0] if lines else b"", what, BadFile)
         if isinstance(head, dict) and type(head.get("format")) is int and head["format"] != FORMAT:
-            raise BadTrace(f"{path} has trace format {head['format']}. This version reads format {FORMAT}.")
-        trace = cls(build(_Head, head, what, BadTrace).fingerprint)
+            raise BadFile(f"{path} has trace format {head['format']}. This version reads format {FORMAT}.")
+        trace = cls(build(_Head, head, what, BadFile).fingerprint)
         for number, line in enumerate(lines[1:-1], start=2):
             what = f"{path}, line {number}"
-            trace.events.append(check_event(parse(line, f"{what}: not an event of a trace: it", BadTrace), what))
+            trace.events.append(check_event(parse(line, f"{what}: not an event of a trace: it", BadFile), what))
         body = b"".join(lines[:-1])
         if lines[-1] != _line(_closing(len(trace.events), body)).encode():
-            raise BadTrace(f"{path}, line {len(lines)}: not the closing line of this trace. The file was truncated or changed.")
+            raise BadFile(f"{path}, line {len(lines)}: not the closing line of this trace. The file was truncated or changed.")
         return trace
 
     def require(self, fingerprint: Fingerprint) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, InternalError, NothingEdited, UnknownSite
+from replaylens.engine.errors import BadEdit, Caveat, InternalError, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import BARRED, MixtureConfig, ModelConfig
 from replaylens.engine.model.sites import (
@@ -307,7 +307,7 @@ def place(edit: Edit, table: SiteTable, length: int, later: bool = False) -> lis
 
 
 def warn_of_no_match(edits: Sequence[tuple[PlacedEdit, ...]], paths: Sequence[Sequence[int]]) -> None:
-    """NothingEdited for edits of tokens that no path holds where they apply.
+    """Caveat for edits of tokens that no path holds where they apply.
 
     edits  of each path: the same ones, placed on it
     """
@@ -317,7 +317,7 @@ def warn_of_no_match(edits: Sequence[tuple[PlacedEdit, ...]], paths: Sequence[Se
             warnings.warn(
                 f"The edit of {same[0].site} is for tokens {[*same[0].tokens]}, and no edited position of {texts} holds one, "
                 "so it changes nothing there. Mind the leading space of words.",
-                NothingEdited,
+                Caveat,
                 stacklevel=3,
             )
             return  # once, not for every layer

@@ -99,7 +99,7 @@ class Owner(Protocol):
 
     @property
     def trace(self) -> Trace:
-        """The engine's recorded events; NotRecorded if it keeps none."""
+        """The engine's recorded events; BadRequest if it keeps none."""
         ...
 
     def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:

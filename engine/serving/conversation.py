@@ -2,7 +2,7 @@
 
 A conversation is a token path like any other: it only ever grows at its end. So what the chat template writes for the first
 turns must be a prefix of what it writes for more of them. Templates that break this, such as those that drop earlier
-reasoning, are named by RewrittenTurn. The tokens of a generated turn stay those that the model chose, whatever the tokenizer
+reasoning, are named by BadTexts. The tokens of a generated turn stay those that the model chose, whatever the tokenizer
 would make of their text.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Self, Unpack
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, RewrittenTurn
+from replaylens.engine.errors import BadRequest, BadTexts
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, as_list, hides, named_options, short_repr
@@ -293,7 +293,7 @@ class Conversation(NotCopyable):
             raise
 
     def _more(self, text: str, turns: Sequence[ChatTurn]) -> list[int]:
-        """The tokens of `text` after those of the path so far; RewrittenTurn if it does not begin with them."""
+        """The tokens of `text` after those of the path so far; BadTexts if it does not begin with them."""
         encode = self.engine.text.encode
         if not text.startswith(self._text):
             same = next(i for i, (a, b) in enumerate(zip(self._text + "\0", text + "\0", strict=False)) if a != b)
@@ -305,10 +305,10 @@ class Conversation(NotCopyable):
             raise self._rewritten(turns, "tokens of two turns merge where they meet")
         return ids
 
-    def _rewritten(self, turns: Sequence[ChatTurn], how: str) -> RewrittenTurn:
+    def _rewritten(self, turns: Sequence[ChatTurn], how: str) -> BadTexts:
         tokenizer: Any = self.engine.text.tokenizer
         template, name = str(tokenizer.chat_template), getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        return RewrittenTurn(
+        return BadTexts(
             f"The chat template of {name} (sha256 {hashlib.sha256(template.encode()).hexdigest()[:12]}) changes what it wrote "
             f"before once turn {len(turns) - 1}, {turns[-1].role}, follows: {how}. A path cannot change its past. Use a "
             "template that keeps earlier turns as they are, such as one without trimming and with all reasoning."

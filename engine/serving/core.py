@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit, BadRequest, NotRecorded
+from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.lens.lens import KnownLenses, TunedLens
 from replaylens.engine.loop.drafters import (
     Drafter,
@@ -366,9 +366,9 @@ class Core(Generation, NotCopyable):
 
     @property
     def trace(self) -> Trace:
-        """Every event since the engine was made; NotRecorded unless it was made with `record=True`."""
+        """Every event since the engine was made; BadRequest unless it was made with `record=True`."""
         if self.forest.trace is None:
-            raise NotRecorded("This engine records no trace. Make it with record=True, e.g. Engine.load(..., record=True).")
+            raise BadRequest("This engine records no trace. Make it with record=True, e.g. Engine.load(..., record=True).")
         return self.forest.trace
 
     # ---- branches -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from replaylens.engine.errors import BadEdit, BadRequest, ClosedBranch, EqualDraws, no_such
+from replaylens.engine.errors import BadEdit, BadRequest, Caveat, ClosedBranch, no_such
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.model.config import ModelConfig
@@ -42,7 +42,7 @@ class TokenReader:
     def tokens_of(self, text: Prompt) -> list[int]:
         """The token ids of a prompt: a text, token ids, or a chat, which the tokenizer's own template writes.
 
-        BadRequest if it is empty, too long, or has ids outside the vocabulary; NoChatTemplate if there is no template."""
+        BadRequest if it is empty, too long, or has ids outside the vocabulary; BadTexts if there is no template."""
         return self._check_tokens(self._ids(text))
 
     def _ids(self, prompt: Prompt, special: bool = True) -> list[Any]:
@@ -227,6 +227,6 @@ def _warn_of_equal_draws(lanes: dict[int, Lane], branch: Branch, request: Reques
             f"Branches {first} and {branch.id} are forks of branch {parent.branch} at the same position and "
             f"sample with the same seed, {request.sampling.seed}, so they get the same tokens. Give each fork a Sampling "
             "with its own seed, or use branch.resample(n), which does.",
-            EqualDraws,
+            Caveat,
             stacklevel=2,
         )

@@ -15,7 +15,7 @@ import torch
 
 from replaylens.probes.checks import folds_and_seed, same_length
 from replaylens.probes.controls import bags
-from replaylens.probes.errors import BadRows, SharedRows, UnknownEstimator
+from replaylens.probes.errors import BadRows, ProbeError, SharedRows
 from replaylens.probes.forks.distributions import entropy, shares
 from replaylens.probes.intervals import Estimate, corrected_p, difference_over_groups, lower_bounds
 from replaylens.probes.permutations import shuffled_order
@@ -52,7 +52,7 @@ def outcome_probe(
     estimator  logistic-cv (its regularisation chosen by inner folds) or logistic (C = 1)
     """
     if estimator not in ESTIMATORS:
-        raise UnknownEstimator(f"{estimator!r} gives no probabilities of outcomes. Use {' or '.join(ESTIMATORS)}.")
+        raise ProbeError(f"{estimator!r} gives no probabilities of outcomes. Use {' or '.join(ESTIMATORS)}.")
     folds, seed = folds_and_seed(folds, seed)
     data = _Forks.of(states, counts, groups, tokens, untrained, folds, seed)
     texts = _texts(tokens)

@@ -13,7 +13,7 @@ from replaylens.probes.causal import InterventionRunner, Subject, Variant, diffe
 from replaylens.probes.checks import PLACEBO_BYTES, as_draws, example_list, layer_list, names
 from replaylens.probes.controls import make_goal
 from replaylens.probes.erasers import Inlp, Leace
-from replaylens.probes.errors import BadRows, NoTask, ProbeError
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.groups import distinct, groups_of
 from replaylens.probes.probe import fit_probe, placebo_probes
 from replaylens.probes.report import Report, about_rows, percent
@@ -67,7 +67,7 @@ def amnesic(
     placebos, seed = as_draws("placebos", placebos, 1, PLACEBO_BYTES), as_int("seed", seed, 0, error=ProbeError)
     rows = ProbeRows.of(given)
     if rows.about.task is None:
-        raise NoTask(
+        raise ProbeError(
             "These rows come from arrays, and no engine is known to have computed them. Give a dump or a run of the engine."
         )
     rows.require(engine)

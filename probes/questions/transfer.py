@@ -23,7 +23,7 @@ from replaylens.probes.controls import (
     token_identity,
     untrained_rows,
 )
-from replaylens.probes.errors import BadRows, NoTask, ProbeError
+from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.groups import groups_of, histories, independent, why_no_histories
 from replaylens.probes.heldout import held_out
 from replaylens.probes.intervals import difference_over_groups, means_over_groups, ratio_over_groups
@@ -73,7 +73,7 @@ def transfer(
     """
     every = ProbeRows.of(given)
     if every.about.task is None:
-        raise NoTask("Transfer compares branches, and rows from arrays have none. Give a dump or a run with rejected drafts.")
+        raise ProbeError("Transfer compares branches, and rows from arrays have none. Give a dump or run with rejected drafts.")
     blank: ProbeRows | None = None
     if engine is not None:
         every.require(engine)

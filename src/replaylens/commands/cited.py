@@ -261,7 +261,7 @@ def _report(path: str) -> "Report":
 
 def check_report(path: str, folders: Sequence[str] = ()) -> Checked:
     """Whether a report has the digest and the summary of its numbers, whether the files beside it are its own, and whether its
-    dump, if it is in some of the folders, gives the same report. BadProbeFile if it is none, or was changed.
+    dump, if it is in some of the folders, gives the same report. BadFile if it is none, or was changed.
     """
     report, file = _report(path), Path(path) / REPORT if Path(path).is_dir() else Path(path)
     name, what = str(Identifier(report.digest)), report.cite().what
@@ -309,7 +309,7 @@ def _dump_with(digest: str, folders: Sequence[str]) -> Dump | None:
 
 
 def check_sweep(path: str) -> Checked:
-    """Whether the parts of a sweep's folder are those that were written. BadProbeFile names the first one that is not."""
+    """Whether the parts of a sweep's folder are those that were written. BadFile names the first one that is not."""
     from replaylens.probes.sweeps import check_parts
 
     sealed, unsealed = check_parts(Path(path))
@@ -320,7 +320,7 @@ def check_sweep(path: str) -> Checked:
 
 
 def check_saved(path: str, kind: str) -> Checked:
-    """Whether a saved probe or a tuned lens, or each of a folder, is the one that was written. BadProbeFile or BadWeights if
+    """Whether a saved probe or a tuned lens, or each of a folder, is the one that was written. BadFile or BadWeights if
     it is not."""
     if kind == "saved":
         each = [(file, of, check_saved(str(file), of)) for file, of in saved_in(Path(path)).items()]
@@ -342,7 +342,7 @@ _SAVED = "the files are as written", "taken on trust: every number"
 
 
 def check_rollouts(path: str, engine: Core, sample: int | float | str, seed: int) -> Checked:
-    """Draw rollouts of a folder again, or a sample of them, and compare every bit. BadRollouts if files are damaged."""
+    """Draw rollouts of a folder again, or a sample of them, and compare every bit. BadFile if files are damaged."""
     found = Rollouts.load(path)
     name, count = str(found.identifier), _count(sample, len(found))
     indices = sorted(random.Random(f"{found.digest} {seed}").sample(range(len(found)), count))

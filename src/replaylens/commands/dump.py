@@ -42,7 +42,7 @@ from replaylens.commands.options import (
 )
 from replaylens.commands.reporting import refuse_idle, reporting
 from replaylens.commands.tasks import JsonOption, KnobOption, settings
-from replaylens.engine.errors import BadRequest, BadRollouts, BadWeights
+from replaylens.engine.errors import BadFile, BadRequest, BadWeights
 from replaylens.engine.machine import in_bytes, optional, require_room
 from replaylens.engine.records import DTYPES, SCHEME, Identifier
 
@@ -332,7 +332,6 @@ def _checked(
     """The verdict on anything but a dump. Damaged files are a mismatch, as those of a dump are."""
     from replaylens.commands.cited import Checked, check_figure, check_report, check_rollouts, check_saved, check_sweep
     from replaylens.dumps.verify import MISMATCH
-    from replaylens.probes.errors import BadProbeFile
 
     try:
         if found.kind == "figure":
@@ -344,7 +343,7 @@ def _checked(
         if found.kind in ("probe", "lens", "saved"):
             return check_saved(found.path, found.kind)
         return check_rollouts(found.path, drawer(), sample, seed)
-    except (BadRollouts, BadProbeFile, BadWeights) as error:
+    except (BadFile, BadWeights) as error:
         if found.kind == "report" and "was changed" not in str(error):  # it is none
             raise
         return Checked(MISMATCH, found.kind, found.path, (str(error),))

@@ -15,7 +15,7 @@ from replaylens.commands.options import complete_task
 from replaylens.commands.reporting import Command, reporting
 from replaylens.engine.machine import EXAMPLE_BYTES, require_room
 from replaylens.tasks.conformance import BrokenPromise
-from replaylens.tasks.errors import TaskError, UnknownLabel
+from replaylens.tasks.errors import TaskError, unknown
 from replaylens.tasks.reading import NEXT_ACTION
 from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.tokenizer import WordTokenizer
@@ -165,7 +165,7 @@ def _wanted(task: AnyTask, labels: str | None) -> list[str]:
     wanted = [label.strip() for label in labels.split(",")]
     for label in wanted:
         if label not in task.label_names:
-            raise UnknownLabel(label, task.label_names)
+            raise TaskError(unknown("label", label, task.label_names))
     return wanted
 
 

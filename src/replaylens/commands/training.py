@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from replaylens import tasks
 from replaylens.commands.reporting import reporting
-from replaylens.engine.errors import BadRequest, RunExists, no_such
+from replaylens.engine.errors import BadRequest, FolderExists, no_such
 from replaylens.engine.files import TEMPORARY, require_own, write_file
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof.fingerprint import weights_hash
@@ -362,7 +362,7 @@ def check_name(name: str, changes: Changes) -> None:
             raise BadRequest(f"{', '.join(given)}: not for recipe files. Change the recipe, or give only --steps and --seed.")
         return
     if name not in (*zoo.names(), *thinking_zoo.names()):
-        raise zoo.UnknownModel(no_such("embedded model", name, (*zoo.names(), *thinking_zoo.names())))
+        raise zoo.UnsupportedModel(no_such("embedded model", name, (*zoo.names(), *thinking_zoo.names())))
     if changes.given() and name not in thinking_zoo.names():
         thinking = ", ".join(thinking_zoo.names())
         raise BadRequest(f"{', '.join(changes.given())}: only for Thinking-States models ({thinking}). Leave it out.")
@@ -381,14 +381,14 @@ def check_folder(folder: Path, resume: bool) -> None:
     output_path(folder, folder=True)
     there, trained = (folder / STATE_FILE).exists(), (folder / CONFIG_FILE).exists()
     if there and not resume:
-        raise RunExists(f"{folder} holds an unfinished run. Add --resume, or give another --out.")
+        raise FolderExists(f"{folder} holds an unfinished run. Add --resume, or give another --out.")
     if trained and not there:
-        raise RunExists(f"{folder} holds a trained model. Give another --out.")
+        raise FolderExists(f"{folder} holds a trained model. Give another --out.")
     if resume and not there:
         raise BadRequest(f"{folder} holds no unfinished run. Leave out --resume.")
     foreign = sorted({*folder.iterdir()} - _unfinished(folder)) if folder.exists() and not there else ()
     if foreign:
-        raise RunExists(f"{folder} is not empty: it holds {foreign[0].name[:100]!r}. Give a new or an empty folder as --out.")
+        raise FolderExists(f"{folder} is not empty: it holds {foreign[0].name[:100]!r}. Give a new or empty folder as --out.")
     require_own(folder / RECIPE_FILE, _is_recipe)
     require_own(folder / CARD_FILE, _is_card)
 

@@ -186,7 +186,7 @@ class DumpFiles:
         return found
 
     def check(self, numbers: Iterable[int]) -> None:
-        """Hash those of the shards that were not hashed before, if the dump was opened so. Raises DamagedShard."""
+        """Hash those of the shards that were not hashed before, if the dump was opened so. Raises BadDump."""
         if self.checked is not None:
             self.checked.check(numbers)
 

@@ -99,7 +99,7 @@ def make_plan(
     keep: int | None = None,
     watch: Watch | None = None,
 ) -> DumpPlan:
-    """A plan for this engine, with every name resolved. It cites the task by name; TaskNameTaken if another task is
+    """A plan for this engine, with every name resolved. It cites the task by name; BadTask if another task is
     registered under it.
 
     examples   number of examples, from index 0 on; or their indices, in any order

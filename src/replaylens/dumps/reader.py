@@ -93,7 +93,7 @@ class Dump:
     def open(cls, path: str | Path, check_files: bool = True, check: bool | None = None) -> Dump:
         """Check the manifest and the size of every file. Raises BadDump or UnfinishedDump.
 
-        check  hash every shard when it is first opened and raise DamagedShard if it was changed; the result is kept in the
+        check  hash every shard when it is first opened and raise BadDump if it was changed; the result is kept in the
                cache folder, so that an unchanged file is hashed once. None: for local dumps only, because a remote shard
                has to be fetched whole to be hashed
         """

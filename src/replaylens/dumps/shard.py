@@ -26,7 +26,7 @@ import numpy as np
 from replaylens.dumps.content import RowHash, bits_of, blocks_of, pieces_of
 from replaylens.dumps.manifest import Manifest, ShardEntry, SiteEntry
 from replaylens.dumps.store import HashingFile, Store
-from replaylens.engine.errors import BadDump, DamagedShard, StoreFailed
+from replaylens.engine.errors import BadDump, StoreFailed
 from replaylens.engine.terminal import Later
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class CheckedShards:
         self._intact: set[int] = set()
 
     def check(self, numbers: Iterable[int]) -> None:
-        """Mutates: hash the shards that were not checked before, several at a time. Raises DamagedShard."""
+        """Mutates: hash the shards that were not checked before, several at a time. Raises BadDump."""
         if waiting := [number for number in dict.fromkeys(numbers) if number not in self._intact]:
             stamps = {number: self._stamp(number) for number in waiting}
             unknown = [number for number in waiting if self._line(number, stamps[number]) not in self._kept]
@@ -318,7 +318,7 @@ class CheckedShards:
         except OSError as error:
             raise BadDump(f"{self.store.url}/{shard.name} cannot be read: {error.strerror or error}.") from error
         if found != shard.sha256:
-            raise DamagedShard(
+            raise BadDump(
                 f"{self.store.url}/{shard.name} was changed after it was written: its SHA-256 is {found[:16]}…, in the "
                 f"manifest it is {shard.sha256[:16]}…. Resume the dump to write it again, or copy it again from an intact "
                 "dump. To read it as it is, open the dump with check=False."

@@ -53,7 +53,7 @@ from replaylens.dumps.plan import DumpPlan
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.shard import write_shard
 from replaylens.dumps.store import Store
-from replaylens.engine.errors import BadDump, BadRequest, DumpExists, DumpLocked, NotCaptured, ReplayMismatch, UnfinishedDump
+from replaylens.engine.errors import BadDump, BadRequest, Caveat, DumpLocked, FolderExists, ReplayMismatch, UnfinishedDump
 from replaylens.engine.files import TEMPORARY
 from replaylens.engine.records import Fingerprint
 from replaylens.engine.terminal import hidden
@@ -431,7 +431,7 @@ class DumpWriter:
         """Check that the folder is empty or can be resumed. Returns the numbers of the shards to write."""
         there = self.store.sizes()
         if (MANIFEST in there or PLAN in there) and not resume and part[1] == 1:
-            raise DumpExists(
+            raise FolderExists(
                 f"{self.store.url} holds {self._state(MANIFEST in there)} dump. Resume it (resume=True), or use another folder."
             )
         if MANIFEST in there:
@@ -536,7 +536,7 @@ class DumpWriter:
             warnings.warn(
                 f"{self.store.url} has no rows: positions={self.plan.positions!r} chooses none of {len(self.plan.examples)} "
                 "examples. Give other positions, and mind the leading space of words.",
-                NotCaptured,
+                Caveat,
                 stacklevel=2,
             )
         shards = tuple(part.shard for part in parts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.display import word
-from replaylens.engine.errors import BadMetric, BadRequest, NoGradient
+from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.model.text import Prompt
@@ -244,7 +244,7 @@ def _outputs(engine: Core, logits: Tensor, likely: Tensor, metric: MetricTokens 
     elif isinstance(metric, str) or integer(metric) is not None:
         tokens, shares = [engine._target(metric)], [1.0]  # type: ignore[arg-type]
     else:
-        raise BadMetric(
+        raise BadRequest(
             f"Invalid metric={short_repr(metric)}. Only logits are sums over nodes: give a token, a pair of tokens (their "
             "logit difference), or None for the likeliest tokens."
         )
@@ -298,7 +298,7 @@ def attribution_graph(
     twice 4 bytes for each of `max_nodes` times each active feature, error and token.
 
     Raises NoGradient for models whose attention is not supported, Thinking-States models, engines on a GPU and branches with
-    hook functions; BadRequest for transcoders that do not fit the model, BadMetric for metrics that are no sums of logits.
+    hook functions; BadRequest for transcoders that do not fit the model, or metrics that are no sums of logits.
     """
     most = as_int("max_nodes", max_nodes, 1)
     if not engine.plain:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadMetric, UnknownSite
+from replaylens.engine.errors import BadRequest, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.request.values import integer, short_repr
 from replaylens.kernels import cpu as portable
@@ -139,13 +139,13 @@ class Divergence:
     def function(self, target: TokenId) -> ClosedForm:
         """The metric as a function of the logits. Precondition: `other` is a tensor; `Branch.gradients` replaces branches."""
         if not isinstance(self.other, Tensor) or self.other.dim() != 1:
-            raise BadMetric(f"Invalid Divergence({short_repr(self.other)}). Give a branch, or a tensor of logits [vocab].")
+            raise BadRequest(f"Invalid Divergence({short_repr(self.other)}). Give a branch, or a tensor of logits [vocab].")
         expected = _log_softmax(self.other)
         weights = _exp(expected)
 
         def divergence(logits: Tensor) -> Tensor:
             if logits.shape[-1:] != expected.shape:
-                raise BadMetric(f"Divergence from {len(expected)} logits, but the model has {logits.shape[-1]}. Give as many.")
+                raise BadRequest(f"Divergence from {len(expected)} logits, but the model has {logits.shape[-1]}. Give as many.")
             return portable.row_sums(weights * (expected - _log_softmax(logits)))[..., 0]
 
         return ClosedForm(divergence, lambda x: _exp(_log_softmax(x)) - weights)
@@ -160,7 +160,7 @@ FORMS = (
 
 
 def named(metric: Any, function: str = "the last row's logits [vocab]") -> Named | LogitsFunction:
-    """A metric in any of its forms; BadMetric lists them.
+    """A metric in any of its forms; BadRequest lists them.
 
     function  what functions take and return, for the message
     """
@@ -171,7 +171,7 @@ def named(metric: Any, function: str = "the last row's logits [vocab]") -> Named
     if isinstance(metric, Sequence) and len(metric) == 2:
         return LogitDifference(*metric)
     if not callable(metric) or isinstance(metric, type):
-        raise BadMetric(f"Invalid metric={short_repr(metric)}. Give {FORMS}{function}.")
+        raise BadRequest(f"Invalid metric={short_repr(metric)}. Give {FORMS}{function}.")
     found: LogitsFunction = metric
     return found
 
@@ -182,13 +182,13 @@ def function_of(metric: Named | LogitsFunction, target: TokenId) -> LogitsFuncti
 
 
 def value_of(function: LogitsFunction, logits: Tensor) -> Tensor:
-    """The metric of logits [vocab], as a scalar tensor; BadMetric if it is none."""
+    """The metric of logits [vocab], as a scalar tensor; BadRequest if it is none."""
     value = function(logits)
     if not isinstance(value, Tensor) or value.numel() != 1:
         given = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else short_repr(value)
-        raise BadMetric(f"The metric returned {given}. Return a tensor with one number, computed from the logits.")
+        raise BadRequest(f"The metric returned {given}. Return a tensor with one number, computed from the logits.")
     if not bool(torch.isfinite(value.detach())):
-        raise BadMetric(f"The metric is {float(value.detach())}. Return a finite number.")
+        raise BadRequest(f"The metric is {float(value.detach())}. Return a finite number.")
     return value.reshape(())
 
 
@@ -200,8 +200,8 @@ def derivative(function: LogitsFunction, logits: Tensor) -> tuple[float, Tensor]
         leaf = logits.clone().requires_grad_()
         value = value_of(function, leaf)
         if not value.requires_grad:
-            raise BadMetric("The metric does not depend on the logits, or detaches them. Compute it from them with torch.")
+            raise BadRequest("The metric does not depend on the logits, or detaches them. Compute it from them with torch.")
         (found,) = torch.autograd.grad(value, leaf, allow_unused=True)
     if found is None:
-        raise BadMetric("The metric does not depend on the logits. Compute it from them with torch.")
+        raise BadRequest("The metric does not depend on the logits. Compute it from them with torch.")
     return float(value.detach()), found

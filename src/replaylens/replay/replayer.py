@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from replaylens.engine.errors import BadRequest, BadTrace, EngineError, ReplayMismatch
+from replaylens.engine.errors import BadFile, BadRequest, EngineError, ReplayMismatch
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.machine import require_room
 from replaylens.engine.memory.tree import ORDINARY, BranchRecord
@@ -307,10 +307,10 @@ class _Replayer:
                     kind = event["event"]
                     self._apply(number, event)
                 self._serve()
-            except BadTrace:
+            except BadFile:
                 raise
             except (KeyError, TypeError, ValueError, AttributeError) as e:
-                raise BadTrace(f"Event {number} ({kind}) or one before it does not fit the others: {e!r}.") from e
+                raise BadFile(f"Event {number} ({kind}) or one before it does not fit the others: {e!r}.") from e
         return self.branches
 
     def _apply(self, number: int, event: dict[str, Any]) -> None:
@@ -340,7 +340,7 @@ class _Replayer:
             case "draft" | "verdict" | "finish":
                 pass  # replayed with their generate event
             case other:
-                raise BadTrace(f"Event {number} ({other}) names branch {event['branch']}, which does not exist.")
+                raise BadFile(f"Event {number} ({other}) names branch {event['branch']}, which does not exist.")
 
     def _plant(self, number: int, event: dict[str, Any]) -> Branch:
         capture = self.capture or _capture(event["capture"])
@@ -437,7 +437,7 @@ class _Replayer:
 
 def _edits(event: dict[str, Any]) -> tuple[PlacedEdit, ...]:
     if event.get("hooks"):
-        raise BadTrace(
+        raise BadFile(
             f"Branch {event['branch']} had hook functions, which a trace cannot hold. Use edits to make it replayable."
         )
     return tuple(PlacedEdit.from_json(raw) for raw in event.get("edits", ()))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NotCertified, no_such
+from replaylens.engine.errors import BadRequest, BadTexts, NotCertified, no_such
 from replaylens.engine.model.text import Chat, Text, is_chat
 from replaylens.engine.request.values import as_list, short_repr
 from replaylens.engine.serving.branch import Branch
@@ -352,8 +352,7 @@ class _Maker:
         try:
             return self.engine.tokens_of(subject)
         except BadRequest as error:
-            kind = NoChatTemplate if isinstance(error, NoChatTemplate) else BadTexts
-            raise kind(f"Text {self.number}: {error}") from error
+            raise BadTexts(f"Text {self.number}: {error}") from error
 
     def _string(self, text: str, labels: Mapping[str, Any]) -> GivenText:
         tokens = self._tokens(text)

@@ -26,14 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from replaylens.engine.errors import (
-    BadRollouts,
-    DumpWriteFailed,
-    EngineError,
-    PlanMismatch,
-    UnknownSite,
-    UnsealedRollouts,
-)
+from replaylens.engine.errors import BadFile, DumpWriteFailed, EngineError, PlanMismatch, UnknownSite, Unsealed
 from replaylens.engine.files import appearing
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
 from replaylens.engine.request.capture import with_keys
@@ -173,7 +166,7 @@ class WaveFolder:
     def create(cls, folder: str | Path, plan: ResamplePlan, wave: int, made_by: Fingerprint | None = None) -> WaveFolder:
         """A new folder, or the one that is there: it keeps its size of waves. PlanMismatch if it has other rollouts.
 
-        BadRequest if the folder cannot be made or written, BadRollouts if it is not empty and holds no rollouts.
+        BadRequest if the folder cannot be made or written, BadFile if it is not empty and holds no rollouts.
         """
         path = output_path(folder, folder=True)
         try:
@@ -183,7 +176,7 @@ class WaveFolder:
         foreign = [file.name for file in path.iterdir() if not _PART.fullmatch(file.name)]
         if not (path / PLAN).exists():  # asked after the look: another worker may have started the folder just now
             if foreign:
-                raise BadRollouts(
+                raise BadFile(
                     f"{folder} is not empty, and holds no rollouts but {min(foreign)[:100]}. Give a new or an empty folder."
                 )
             _write(path / PLAN, _plan_file(plan.to_json(), wave, made_by))
@@ -200,16 +193,16 @@ class WaveFolder:
 
     @classmethod
     def open(cls, folder: str | Path) -> WaveFolder:
-        """The folder's waves; BadRollouts if it is none, or its plan was changed.
+        """The folder's waves; BadFile if it is none, or its plan was changed.
 
-        Warns (UnsealedRollouts) of a plan without a hash, as older versions wrote it.
+        Warns (Unsealed) of a plan without a hash, as older versions wrote it.
         """
         found = _stored(Path(folder))
         if found.sha256 is None:
             warnings.warn(
                 f"{folder}/{PLAN} has no SHA-256: an older version wrote it, and a change of it would not be noticed. Resume "
                 "the folder with the call that made it, which compares the plan and adds the hash.",
-                UnsealedRollouts,
+                Unsealed,
                 stacklevel=3,
             )
         return cls(folder, ResamplePlan.from_json(found.plan), found.wave, digest_of(found.plan), found.made_by)
@@ -245,29 +238,29 @@ class WaveFolder:
         return self._with_rows(number, rollouts)
 
     def read(self, number: int) -> list[Rollout]:
-        """The rollouts of a finished wave, whose rows are read when they are looked at. BadRollouts if a file is damaged."""
+        """The rollouts of a finished wave, whose rows are read when they are looked at. BadFile if a file is damaged."""
         file, rows = self._file(number, "json"), self._file(number, "safetensors")
-        raw = parse(_content(file), str(file), BadRollouts)
-        record = build(WaveRecord, raw, str(file), BadRollouts)
+        raw = parse(_content(file), str(file), BadFile)
+        record = build(WaveRecord, raw, str(file), BadFile)
         if _digest(raw["rollouts"], record.sha256, record.plan) != record.digest:
-            raise BadRollouts(f"{file} was changed: its rollouts do not have their digest. Delete it, and resume.")
+            raise BadFile(f"{file} was changed: its rollouts do not have their digest. Delete it, and resume.")
         if record.plan not in (None, self._plan):
-            raise BadRollouts(
+            raise BadFile(
                 f"{file} was drawn for another plan than that of {PLAN}: one of them is another folder's. Copy both again."
             )
         if len(record.rollouts) != len(self.indices(number)):
-            raise BadRollouts(f"{file} has {len(record.rollouts)} rollouts instead of {len(self.indices(number))}. Delete it.")
+            raise BadFile(f"{file} has {len(record.rollouts)} rollouts instead of {len(self.indices(number))}. Delete it.")
         if record.sha256 is not None and not rows.exists():
             raise _missing_rows(rows)
         if record.sha256 is not None and hashlib.sha256(_content(rows)).hexdigest() != record.sha256:
-            raise BadRollouts(f"{rows} was changed: it does not have the SHA-256 of {file.name}. Delete both, and resume.")
+            raise BadFile(f"{rows} was changed: it does not have the SHA-256 of {file.name}. Delete both, and resume.")
         for index, each in zip(self.indices(number), record.rollouts, strict=True):
             place, own = self.plan.rollout(index)
             planned = (self.plan.positions[place], own, self.plan.sampling_of(index).seed)
             if (each.position, each.number, each.seed) != planned:
-                raise BadRollouts(f"{file} holds other rollouts than the plan. Delete it, and resume.")
+                raise BadFile(f"{file} holds other rollouts than the plan. Delete it, and resume.")
             if not min(1, self.plan.max_new) <= len(each.tokens) <= self.plan.max_new:
-                raise BadRollouts(
+                raise BadFile(
                     f"{file} has a rollout of {len(each.tokens)} tokens, and the plan has at most {self.plan.max_new}, at "
                     "least one. Delete it, and resume."
                 )
@@ -313,7 +306,7 @@ class FileRows(Mapping[str, Tensor]):
         except FileNotFoundError as error:
             raise _missing_rows(self._file) from error
         except (OSError, SafetensorError) as error:
-            raise BadRollouts(f"The rows in {self._file} cannot be read: {error}.") from error
+            raise BadFile(f"The rows in {self._file} cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -341,16 +334,16 @@ def _stored(folder: Path) -> _PlanFile:
     try:
         content = file.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a null byte
-        raise BadRollouts(f"{folder} holds no rollouts: {error}.") from error
-    found = read(_PlanFile, content, str(file), BadRollouts)
+        raise BadFile(f"{folder} holds no rollouts: {error}.") from error
+    found = read(_PlanFile, content, str(file), BadFile)
     if found.sha256 not in (None, digest_of([found.plan, found.wave])):
-        raise BadRollouts(f"{file} was changed: it does not have its SHA-256. Copy it again, or draw into another folder.")
+        raise BadFile(f"{file} was changed: it does not have its SHA-256. Copy it again, or draw into another folder.")
     try:
         ResamplePlan.from_json(found.plan)
     except EngineError as error:
-        raise BadRollouts(f"{file} is damaged: {error} Copy it again, or draw into another folder.") from error
+        raise BadFile(f"{file} is damaged: {error} Copy it again, or draw into another folder.") from error
     if found.made_by is not None and found.made_by.digest != found.plan["fingerprint"]:
-        raise BadRollouts(f"{file} was changed: its plan has another fingerprint than made_by. Copy it again.")
+        raise BadFile(f"{file} was changed: its plan has another fingerprint than made_by. Copy it again.")
     return found
 
 
@@ -359,16 +352,16 @@ def _digest(records: list[Any], rows: str | None, plan: str | None) -> str:
     return digest_of([records, rows] if plan is None else [records, rows, plan])
 
 
-def _missing_rows(file: Path) -> BadRollouts:
+def _missing_rows(file: Path) -> BadFile:
     """The rows of a finished wave are gone. Without its other file the wave counts as not drawn."""
-    return BadRollouts(f"{file} is missing. Delete {file.with_suffix('.json').name}, and resume to draw the wave again.")
+    return BadFile(f"{file} is missing. Delete {file.with_suffix('.json').name}, and resume to draw the wave again.")
 
 
 def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise BadRollouts(f"{file} cannot be read: {error}.") from error
+        raise BadFile(f"{file} cannot be read: {error}.") from error
 
 
 def _file_of(tensors: Mapping[str, Tensor]) -> list[Any]:
@@ -435,10 +428,10 @@ class Rollouts:
 
     @classmethod
     def load(cls, folder: str | Path) -> Rollouts:
-        """The rollouts of a folder. Rows are read when they are looked at. BadRollouts if some are missing or damaged."""
+        """The rollouts of a folder. Rows are read when they are looked at. BadFile if some are missing or damaged."""
         files = WaveFolder.open(folder)
         if missing := files.num_waves - len(files.finished()):
-            raise BadRollouts(f"{folder} has {missing} unfinished waves of {files.num_waves}. Resume it with the same call.")
+            raise BadFile(f"{folder} has {missing} unfinished waves of {files.num_waves}. Resume it with the same call.")
         every = tuple(rollout for number in range(files.num_waves) for rollout in files.read(number))
         return cls(files.plan, every, files.made_by)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadThought
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.lens import lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
@@ -191,15 +191,15 @@ class ThinkingBlocks:
     # ---- C ------------------------------------------------------------------------------------------------------
 
     def check(self, thought: Sequence[int]) -> Tokens:
-        """A given thought, with its <EOS>; BadThought if T could not have decoded it."""
+        """A given thought, with its <EOS>; BadRequest if T could not have decoded it."""
         said, eos = tuple(thought), self.config.eos_token
         known = all(type(t) is int and 0 <= t < self.model.config.vocab_size for t in said)
         if not said or not known or said[-1] != eos or eos in said[:-1]:
-            raise BadThought(
+            raise BadRequest(
                 f"Invalid thought {said}. Give token ids of the vocabulary with a single <EOS>, {eos}, at the end."
             )
         if len(said) > self.config.max_thought:
-            raise BadThought(f"A thought has {len(said)} tokens with <EOS>, but max_thought is {self.config.max_thought}.")
+            raise BadRequest(f"A thought has {len(said)} tokens with <EOS>, but max_thought is {self.config.max_thought}.")
         return said
 
     def compressed(self, thought: Tokens, chunk: int = 0, edits: Sequence[PlacedEdit] = ()) -> Tensor:

@@ -12,7 +12,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest
+from replaylens.engine.errors import BadConfig, BadEdit, BadRequest
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.tree import HOOKED
@@ -195,13 +195,13 @@ class ThinkingEngine(Engine):
         return self._chunks(text)
 
     def _chunks(self, text: Prompt, before: int = 0) -> list[int]:
-        """Whole chunks of tokens; BadChunks if token ids are not."""
+        """Whole chunks of tokens; BadRequest if token ids are not."""
         c = self.thinking.chunk
         ids = self._ids(text, special=before == 0)
         if isinstance(text, str) or is_chat(text):
             return self._check_tokens(list(padded(ids, self.thinking)), before)
         if len(ids) % c:
-            raise BadChunks(
+            raise BadRequest(
                 f"{len(ids)} tokens are not whole chunks of {c}. Pad the prompt with token {self.thinking.pad_token} "
                 "(replaylens.thinking.model.padded), or give text."
             )
@@ -323,7 +323,7 @@ class ThinkingBranch(Branch):
         """A new branch that extends this prompt and thinks on it. Precondition: the branch has only whole prompt chunks."""
         self._check_open()
         if self.length != self._thought_along(self.length):
-            raise BadChunks(
+            raise BadRequest(
                 f"Branch {self.id} has tokens without thoughts. Fork it at a chunk border, at most "
                 f"{self._thought_along(self.length)}, and extend the fork."
             )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from replaylens.engine.errors import UnknownModel, no_such
+from replaylens.engine.errors import UnsupportedModel, no_such
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -82,14 +82,14 @@ def names() -> tuple[str, ...]:
 
 
 def recipe(name: str) -> Recipe:
-    """The recipe of an embedded model. UnknownModel lists the known names."""
+    """The recipe of an embedded model. UnsupportedModel lists the known names."""
     if name not in RECIPES:
-        raise UnknownModel(no_such("embedded model", name, names()))
+        raise UnsupportedModel(no_such("embedded model", name, names()))
     return RECIPES[name]
 
 
 def load_embedded(name: str) -> tuple[Decoder, WordTokenizer]:
-    """A trained model that ships with the package, and its tokenizer. UnknownModel lists the known names."""
+    """A trained model that ships with the package, and its tokenizer. UnsupportedModel lists the known names."""
     recipe(name)
     return load(CHECKPOINTS / name)
 

@@ -52,9 +52,9 @@ def names() -> tuple[str, ...]:
 
 
 def recipe(name: str) -> ThinkingRecipe:
-    """The recipe of an embedded model. UnknownModel lists the known names."""
+    """The recipe of an embedded model. UnsupportedModel lists the known names."""
     if name not in RECIPES:
-        raise zoo.UnknownModel(no_such("embedded Thinking-States model", name, names()))
+        raise zoo.UnsupportedModel(no_such("embedded Thinking-States model", name, names()))
     return RECIPES[name]
 
 

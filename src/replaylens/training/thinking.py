@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from replaylens.engine.errors import BadRecipe, BadRequest, BadThought
+from replaylens.engine.errors import BadRecipe, BadRequest
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -57,7 +57,7 @@ class ChunkedText:
 
 
 def chunked(example: Example, tokenizer: Tokenizer, config: ThinkingConfig, method: Method) -> ChunkedText:
-    """The training text of an example for this config and method. BadThought if a thought is too long."""
+    """The training text of an example for this config and method. BadRequest if a thought is too long."""
     ids, offsets = tokenizer.encode_with_offsets(example.prompt)
     ends = np.maximum.accumulate([end for _, end in offsets])  # a special token covers no characters: [0, 0)
     prompt = padded(ids, config)
@@ -68,7 +68,7 @@ def chunked(example: Example, tokenizer: Tokenizer, config: ThinkingConfig, meth
     thoughts = tuple((*tokens, config.eos_token) for tokens in words)
     longest = max(map(len, thoughts))
     if longest > config.max_thought:
-        raise BadThought(
+        raise BadRequest(
             f"A chunk of {config.chunk} tokens has a thought of {longest} tokens, <EOS> included, but max_thought is "
             f"{config.max_thought}. Raise max_thought, or use smaller chunks."
         )

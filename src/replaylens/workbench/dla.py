@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, wrapped
-from replaylens.engine.errors import BadMetric, BadRequest, UnsupportedModel
+from replaylens.engine.errors import BadRequest, UnsupportedModel
 from replaylens.engine.model.config import handled, require_handled
 from replaylens.engine.model.decoder import Attention, Block, LatentAttention, Mlp
 from replaylens.engine.model.layers import Linear, Norm
@@ -170,7 +170,7 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
         raise BadRequest("by='neuron' was given for a mixture of experts, whose rows go to different neurons. Use by='layer'.")
     difference = LogitDifference(*metric) if isinstance(metric, list | tuple) and len(metric) == 2 else metric
     if not isinstance(difference, LogitDifference):
-        raise BadMetric(
+        raise BadRequest(
             f"Invalid metric={short_repr(metric)}. Only logit differences are sums over parts: give a pair of tokens."
         )
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(each, str | list | tuple) for each in prompt):

@@ -17,7 +17,7 @@ from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor
 
 from replaylens.engine.display import picture, plain, short, visible, word, wrapped
-from replaylens.engine.errors import BadMetric
+from replaylens.engine.errors import BadRequest
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.gradients.gradients import Divergence, LogitDifference, LogProbability, Named, named
@@ -201,7 +201,7 @@ class Metric:
 
     @classmethod
     def of(cls, engine: Core, given: "RowMetric | Metric") -> "Metric":
-        """A metric in any of its forms; BadMetric for others."""
+        """A metric in any of its forms; BadRequest for others."""
         if isinstance(given, Metric):
             return given
         forms = "logits [rows, vocab] that returns [rows]"
@@ -213,14 +213,16 @@ class Metric:
         return cls(_name(engine, found), function if exact else lambda logits: function(logits.float()))
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """logits [rows, vocab] -> [rows]; BadMetric if the function returns something else, or numbers that are not finite."""
+        """logits [rows, vocab] -> [rows]; BadRequest if the function returns something else, or numbers that are not finite."""
         found: Any = self.function(logits)
         if not isinstance(found, Tensor) or found.shape != logits.shape[:1]:
             got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-            raise BadMetric(f"The metric {self.name} returned {got}. Return one number per row: shape ({len(logits)},).")
+            raise BadRequest(f"The metric {self.name} returned {got}. Return one number per row: shape ({len(logits)},).")
         values = found.detach().to("cpu", torch.float32)
         if bad := int((~values.isfinite()).sum()):
-            raise BadMetric(f"The metric {self.name} is NaN or infinite in {bad} of {len(values)} rows. Return finite numbers.")
+            raise BadRequest(
+                f"The metric {self.name} is NaN or infinite in {bad} of {len(values)} rows. Return finite numbers."
+            )
         return values
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable
-from replaylens.engine.errors import BadRequest, NotCaptured
+from replaylens.engine.errors import BadRequest, Caveat
 from replaylens.engine.model.sites import WEIGHTS_SITE
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_int, as_list, verb
@@ -186,7 +186,7 @@ def _of_branch(engine: Core, branch: Branch, layers: Sequence[int]) -> tuple[Rou
         warnings.warn(
             f"The {len(branch.rejected)} rejected drafts of the branch are not shown: their rows were not captured. "
             "Make the branch with prompt(..., sites=..., keep_rejected=True).",
-            NotCaptured,
+            Caveat,
             stacklevel=3,
         )
     return _routed(engine, branch, layers), tuple(_routed(engine, each, layers) for each in kept)

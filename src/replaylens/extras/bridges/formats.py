@@ -25,10 +25,9 @@ from torch import Tensor
 
 from replaylens import __version__
 from replaylens.dumps.reader import Dump
-from replaylens.engine.errors import BadDump, BadRequest
+from replaylens.engine.errors import BadDump, BadFile, BadRequest
 from replaylens.engine.files import appearing_folder, saves_of, write_file, write_pair
 from replaylens.engine.request.values import as_int, as_list, as_path, short_repr, verb
-from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell, ProbeRows
 
@@ -378,15 +377,15 @@ def _line(stored: Mapping[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
 
 @verb
 def from_probebench(folder: str | Path) -> LinearProbe:
-    """Read a bundle that `to_probebench`, or anybody else, wrote in that form. BadProbeFile for another folder, for numbers
+    """Read a bundle that `to_probebench`, or anybody else, wrote in that form. BadFile for another folder, for numbers
     without the SHA-256 of the metadata, and for bundles that hold only pickles, which are not read."""
     folder = as_path("folder", folder)
     if not (folder / PROBE).exists() and (folder / "probe.joblib").exists():
-        raise BadProbeFile(
+        raise BadFile(
             f"{folder} holds its probe as a pickle (probe.joblib), which would run code. Ask for {PROBE}, or, if you trust it, "
             "write coef, intercept, scaler.mean and scaler.scale there yourself."
         )
-    with _damage(folder, BadProbeFile, "a ProbeBench bundle"):
+    with _damage(folder, BadFile, "a ProbeBench bundle"):
         about = checked_about(json.loads((folder / META).read_bytes()))
         if missing := [key for key in REQUIRED if key not in about]:
             raise ValueError(f"{META} lacks {', '.join(missing)}")

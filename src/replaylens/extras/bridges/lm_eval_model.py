@@ -101,7 +101,7 @@ class ReplayLM(TemplateLM):
         return text.encode(string, special=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The chat as the tokenizer's template writes it; NoChatTemplate if it has none."""
+        """The chat as the tokenizer's template writes it; BadTexts if it has none."""
         return self.engine.text.written(chat_history)
 
     def get_model_info(self) -> dict[str, Any]:
