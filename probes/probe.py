@@ -438,7 +438,7 @@ def cross_validate(
     metric  of classes: see `sweep`
     kind    class, number (use the estimator ridge), or auto: text, booleans and few whole numbers are classes
 
-    Raises BadRows and BadRows for arrays that do not fit, TooFewGroups for fewer groups than folds, OneClass if a fold
+    Raises BadRows for arrays that do not fit, TooFewGroups for fewer groups than folds, OneClass if a fold
     leaves one class to fit on.
 
     >>> import numpy as np

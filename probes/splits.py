@@ -66,7 +66,7 @@ class Split:
         return len(self.train)
 
     def check(self, rows: ProbeRows, keys: np.ndarray | None = None) -> "Split":
-        """The split itself, if it is one of these rows. Raises SharedRows or SharedRows, which names two rows.
+        """The split itself, if it is one of these rows. Raises SharedRows, which names two rows.
 
         The roots and paths are those of the rows, whatever the split says of them.
 
@@ -208,7 +208,7 @@ def _whole_paths(rows: ProbeRows) -> pd.DataFrame:
 
 
 def by_mask(rows: ProbeRows, name: str, fit: np.ndarray, test: np.ndarray) -> Split:
-    """A custom split. Raises SharedRows or SharedRows if a root or a path would be on both sides."""
+    """A custom split. Raises SharedRows if a root or a path would be on both sides."""
     return _once(name, rows, fit, test)
 
 
