@@ -9,7 +9,7 @@ ENGINE = (
         "            if lane.certified:\n                keys = page_keys(",
         "            if not lane.hooks:\n                keys = page_keys(",
         "KV of the fast path is never offered to the prefix index",
-        ("tests/engine/loop/test_fast_path.py",),
+        ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
     Mutant(
         "bursts-beside-prompts",
@@ -25,7 +25,7 @@ ENGINE = (
         "lane.exact = lane.exact and turn.job.exact",
         "lane.exact = turn.job.exact",
         "a branch that the fast path touched stays uncertified",
-        ("tests/engine/loop/test_fast_path.py",),
+        ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
     Mutant(
         "ordinary-drawn-as-accepted",

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replaylens.engine.engine import Engine
 from bench import soak
+from replaylens.engine.engine import Engine
 from tests.engine.reference import random_decoder
 
 

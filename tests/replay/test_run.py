@@ -26,7 +26,6 @@ from replaylens.replay.run import Run
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.reading import GivenText
 from replaylens.tasks.texts import GivenTexts
-from tests.devices import covering
 from tests.toy_model import Reference, continuation, engine, random_model, scripted_model
 from tests.toy_model import engine as toy_engine
 
@@ -150,17 +149,14 @@ def test_rows_of_rejected_paths_only_on_request(model: Any, words: WordTokenizer
     assert [result.rejected for result in run] == [[], [], []] and run.acceptance < 1
 
 
-@pytest.mark.parametrize("drafter, window", covering(["self", "lens", "tree", "ngram"], [None, 1, 3]))
-def test_the_drafter_changes_no_result(
-    model: Any, words: WordTokenizer, examples: list[Example], drafter: str, window: int | None
-) -> None:
-    plain = replay(model, words, examples[:4], sampling=HOT, sites=["blocks.1.hook_out"], drafter="ngram", max_new=6)
-    drafted = replay(
-        model, words, examples[:4], sampling=HOT, sites=["blocks.1.hook_out"], drafter=drafter, window=window, max_new=6
-    )
-    for mine, yours in zip(plain, drafted, strict=True):
-        assert mine.tokens == yours.tokens
-        assert torch.equal(mine.activations["blocks.1.hook_out"], yours.activations["blocks.1.hook_out"])
+def test_the_drafter_changes_no_result(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
+    how: dict[str, Any] = dict(sampling=HOT, sites=["blocks.1.hook_out"], max_new=6)
+    plain = replay(model, words, examples[:4], drafter="ngram", window=1, **how)
+    for drafter, window in (("self", None), ("lens", 1), ("tree", 3), ("ngram", None)):
+        drafted = replay(model, words, examples[:4], drafter=drafter, window=window, **how)
+        for mine, yours in zip(plain, drafted, strict=True):
+            assert mine.tokens == yours.tokens
+            assert torch.equal(mine.activations["blocks.1.hook_out"], yours.activations["blocks.1.hook_out"])
 
 
 # ---- draws -----------------------------------------------------------------------------------------------------------
@@ -316,7 +312,7 @@ def test_an_answer_in_capitals_counts() -> None:
     assert _last_word(" tails.") != "heads" and _last_word("...") == ""
 
 
-@pytest.mark.parametrize("drafter", ["lens", pytest.param("ngram", marks=pytest.mark.slow), "tree"])
+@pytest.mark.parametrize("drafter", ["tree", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("lens", "ngram"))])
 def test_a_batch_of_any_lengths_is_generated_together(
     model: Any, words: WordTokenizer, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

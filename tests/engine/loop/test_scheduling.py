@@ -113,7 +113,7 @@ def test_a_window_is_opened_without_asking_every_other(monkeypatch: pytest.Monke
     assert 0 < asked < 60 * 4 * 4
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(data=st.data())
 def test_requests_come_and_go_at_any_step(data: st.DataObject) -> None:
     """Continuous admission: each request has its own tokens and KV, whenever it arrives and whatever runs beside it."""
@@ -151,12 +151,13 @@ def test_prefills_are_cut_into_chunks_beside_decoding_requests(max_rows: int) ->
     assert_right(Branch(subject, jobs[1].lane), long, 3)
 
 
+@pytest.mark.parametrize("window", [4, None])
 @pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
-def test_no_pass_has_more_rows_than_allowed(drafter: str) -> None:
+def test_no_pass_has_more_rows_than_allowed(drafter: str, window: int | None) -> None:
     subject = engine(max_rows=20)
     branches = subject.prompts([[i, i + 1] for i in range(7)])
     passes = watch_passes(subject)
-    subject.generate(branches, 10, drafter=drafter, window=4)
+    subject.generate(branches, 10, drafter=drafter, window=window)
     assert max(sum(len(s.tokens) for s in segments) for segments in passes) <= 20
     for i, branch in enumerate(branches):
         assert_right(branch, [i, i + 1], 10)
@@ -197,12 +198,8 @@ def test_equal_requests_are_served_in_the_order_they_came() -> None:
 # ---- pages -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=6, deadline=None)
-@given(
-    pages=st.integers(10, 24),
-    drafter=st.sampled_from(["self", "lens", "ngram", "tree"]),
-    window=st.sampled_from([None, 1, 4]),
-    capture=st.booleans(),
+@pytest.mark.parametrize(
+    ("pages", "drafter", "window", "capture"), [(10, "self", None, True), (14, "tree", 4, False), (24, "ngram", 1, True)]
 )
 def test_when_pages_run_out_requests_wait_or_are_computed_again_to_the_same_bits(
     pages: int, drafter: str, window: int | None, capture: bool
@@ -300,7 +297,7 @@ def test_a_token_takes_no_longer_beside_more_branches(monkeypatch: pytest.Monkey
     """Two tokens on each fork of one prompt, with room for 39 of their tails and for all. No row is computed twice: forks are
     served in waves that fit, and the prompt's pages stay."""
     found, controls = list[float](), list[float]()
-    for count in (80, 320):
+    for count in (40, 160):
         for walk, costs in ((False, found), (True, controls)):
             subject = engine(cache_tokens=tokens, page_size=4, max_rows=64)
             forks = subject.prompt(path(6)).fork(count)
@@ -464,19 +461,6 @@ def test_a_stream_yields_committed_tokens_in_order(drafter: str) -> None:
     assert branch.statistics.rejected > 0 or drafter == "self", "control: there was something to take back"
 
 
-def test_closing_a_stream_cancels_the_rest() -> None:
-    subject = engine()
-    branch = subject.prompt([1, 2, 3])
-    truth = continuation(toy(), [1, 2, 3], 20)
-    for token in branch.stream(20, window=4):
-        assert token == truth[0]
-        break
-    assert subject.loop.jobs == []
-    done = len(branch.generated)
-    assert 0 < done < 20 and branch.generated == truth[:done]
-    assert list(branch.stream(20 - done)) == truth[done:]
-
-
 def test_a_stream_serves_submitted_work_beside_it() -> None:
     subject = engine()
     branch, other = subject.prompts([[1, 2, 3], [4, 5]])
@@ -521,17 +505,6 @@ def test_ordinary_requests_beside_deterministic_ones() -> None:
 
 
 # ---- the planner -----------------------------------------------------------------------------------------------------
-
-
-def test_the_planners_choice_never_changes_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    dice = random.Random(4)
-    monkeypatch.setattr(Planner, "window", lambda *_: dice.choice([1, 2, 3, 5, 9, 30, 64]))
-    for drafter in ("self", "lens", "tree"):
-        subject = engine(max_rows=48)
-        branches = subject.prompts([[i, i + 1, i + 2] for i in range(4)])
-        subject.generate(branches, 15, drafter=drafter)
-        for i, branch in enumerate(branches):
-            assert_right(branch, [i, i + 1, i + 2], 15)
 
 
 @pytest.fixture
@@ -650,11 +623,6 @@ def test_the_progress_bar_shows_tokens_and_changes_nothing(capsys: pytest.Captur
 # Admission: turns, drafts and faults.
 
 
-def test_no_chains_at_a_position_are_no_drafts(served: Engine) -> None:
-    branch, right = served.prompt(PROMPT), served.prompt(PROMPT).generate(4)
-    assert branch.generate(4, drafter="forced", drafts={branch.length: []}).tokens == right.tokens
-
-
 def test_a_fault_in_the_admission_ends_the_jobs_and_not_the_engine(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     branch = served.prompt(PROMPT)
     with monkeypatch.context() as patch:
@@ -712,24 +680,6 @@ def test_the_second_chain_is_judged_on_its_own_path(name: str) -> None:
         assert branch.statistics.accepted == 3, "chain 1 was right"
         assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
     assert told_apart, "the control: on chain 0's path another token would be chosen"
-
-
-@pytest.mark.parametrize("right", [0, 1, 2])
-def test_whichever_sibling_is_right_is_followed(right: int) -> None:
-    """Tokens, KV and captured rows are those of the path. Wrong siblings are recorded as rejected."""
-    prompt = PROMPTS[0]
-    truth = continuation(toy(), prompt, 8)
-    wrong = [[(truth[0] + k) % VOCAB, truth[1], truth[2]] for k in (1, 2)]
-    chains = [*wrong[:right], truth[:3], *wrong[right:]]
-    branch = engine().prompt(prompt, sites="S", keep_rejected=True)
-    branch.generate(8, drafter="forced", drafts={len(prompt): chains}, keep_pages=True, final=True)
-    assert branch.generated == truth
-    assert sorted(other.tokens[len(prompt) :] for other in branch.rejected) == sorted(wrong)
-    sites = branch.activations.sites()
-    for each in (branch, *branch.rejected):
-        alone, base = Reference(toy(), each.tokens, sites), each.activations.base
-        assert torch.equal(each.kv(), alone.kv)
-        assert all(torch.equal(each.activations[site], alone.rows[site][base:]) for site in sites)
 
 
 # ---- lone rows -------------------------------------------------------------------------------------------------------

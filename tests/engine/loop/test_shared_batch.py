@@ -270,7 +270,7 @@ class Mixes(RuleBasedStateMachine):
 
 
 Mixes.TestCase.settings = settings(
-    max_examples=14,
+    max_examples=8,
     stateful_step_count=20,
     derandomize=True,
     database=None,

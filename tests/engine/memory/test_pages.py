@@ -185,7 +185,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 def filled(pool: PagePool, length: int) -> PageTable:

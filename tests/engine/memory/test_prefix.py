@@ -156,8 +156,8 @@ class NoHash(PrefixMachine):
 TestPrefix = PrefixMachine.TestCase
 TestOneBitHash = OneBitHash.TestCase
 TestNoHash = NoHash.TestCase
-TestPrefix.settings = settings(max_examples=35, stateful_step_count=30, deadline=None)
-TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=18, stateful_step_count=30, deadline=None)
+TestPrefix.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestOneBitHash.settings = TestNoHash.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 
 
 def indexed(index: PrefixIndex, tokens: list[int], edit_keys: list[bytes] | None = None, keep: bool = False) -> PageTable:

@@ -239,7 +239,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestTree.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 # The worked examples: prompt, T0, drafts T1' T2' T3', one verify pass, with pages of two positions

@@ -28,7 +28,6 @@ from replaylens.engine.errors import (
     OutOfPages,
     ReplayMismatch,
 )
-from replaylens.engine.lens import lens as tuned_lens
 from replaylens.engine.proof import fingerprint
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
@@ -471,20 +470,6 @@ def test_a_request_that_was_refused_is_not_in_the_trace(served: Engine, meanwhil
     list(stream)
     replayed = fresh().replay_trace(served.trace)
     assert isinstance(replayed, dict) and replayed[branch.id].tokens == branch.tokens
-
-
-def test_a_trace_with_a_tuned_lens_says_how_to_make_it_known(served: Engine) -> None:
-    rows = torch.stack([served.prompt(PROMPT, sites="S").activations[s] for s in served.sites.letter("S")], 1)
-    lens = tuned_lens.train(served.model, rows, steps=1)
-    recorded, other = fresh(), fresh()
-    branch = recorded.prompt(PROMPT, sites="Z", lens=lens)
-    with pytest.raises(BadTrace, match="Add it with"):
-        other.replay_trace(recorded.trace)
-    knows = fresh()
-    knows.capture_spec("Z", lens=lens)
-    replayed = knows.replay_trace(recorded.trace)
-    assert isinstance(replayed, dict)
-    assert torch.equal(replayed[branch.id].activations["Z.kl"], branch.activations["Z.kl"])
 
 
 def test_an_engine_replays_its_own_trace_while_it_records(served: Engine) -> None:
