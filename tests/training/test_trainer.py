@@ -86,7 +86,7 @@ def test_it_learns(trained: Decoder) -> None:
     assert after < 0.8 * before
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 11, 12])
+@pytest.mark.parametrize("stop", [1, 5, 6, 12])
 def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: Path, stop: int) -> None:
     """Interrupted before the first save, on a save, between two saves, and after the last step."""
     state = tmp_path / "run" / "training.safetensors"

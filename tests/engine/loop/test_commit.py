@@ -207,13 +207,15 @@ def test_where_captured_rows_cannot_be_read_nothing_is_committed(
 def test_drafts_after_the_end_were_never_made(end: int) -> None:
     """They are neither counted nor kept as a rejected branch: they would depend on the window."""
     subject = engine(scripted_model({i: i + 1 for i in range(1, 9)}))
-    branch = subject.prompt([1], sites="S", keep_rejected=True)
     how = Sampling(stop_tokens=(end,))
-    branch.generate(7, sampling=how, drafter="forced", drafts={1: [[2, 3, 4, 5, 6]]}, window=6, keep_rejected=True)
-    assert branch.generated == list(range(2, end + 1)) and branch.finish_reason == "eos"
-    found = branch.statistics
-    assert (found.drafted, found.accepted, found.tokens) == (end - 1, end - 1, end - 1)
-    assert branch.rejected == [], "nothing was rejected"
+    for after in ([5, 6], [40, 41]):  # right and wrong
+        branch = subject.prompt([1], sites="S", keep_rejected=True)
+        drafts = {1: [[*range(2, end + 1), *after]]}
+        branch.generate(7, sampling=how, drafter="forced", drafts=drafts, window=6, keep_pages=True)
+        assert branch.generated == list(range(2, end + 1)) and branch.finish_reason == "eos"
+        found = branch.statistics
+        assert (found.drafted, found.accepted, found.tokens) == (end - 1, end - 1, end - 1)
+        assert branch.rejected == [], "nothing was rejected"
 
 
 def test_a_turn_that_fails_leaves_rows_and_pages_as_they_were() -> None:
@@ -344,14 +346,6 @@ def test_every_token_is_called_what_it_is(window: int) -> None:
     assert late.force([9]).states == [*words[:7], "forced"] and branch.states == words
     assert branch.rollback(5).states == words[:5] and branch.generate(2).states == [*words[:5], "generated", "pending"]
     assert branch.rollback(3).force([9]).rollback(3).generate(1).states == [*words[:3], "pending"], "nothing is left of a force"
-
-
-def test_a_fork_of_a_rejected_draft_was_asked_for() -> None:
-    subject = engine()
-    branch = subject.prompt([1, 2]).generate(4, drafter="forced", drafts={3: [[50, 51]]}, keep_pages=True)
-    (cut,) = branch.rejected
-    assert cut.states == ["prompt", "prompt", "generated", "rejected", "rejected"]
-    assert cut.fork()[0].states == ["prompt", "prompt", "generated", "forced", "forced"]
 
 
 # ---- captured --------------------------------------------------------------------------------------------------------

@@ -522,17 +522,6 @@ def test_pages_of_the_rejected_part_are_free_again(t: list[int]) -> None:
     assert_canonical(stage.branch, N + 1)
 
 
-def test_a_rejected_branch_can_be_continued(t: list[int]) -> None:
-    stage = Stage([[t[1], other(t[2]), t[3]]], keep_pages=True)
-    stage.to_the_verdict()
-    for job in stage.jobs:
-        stage.engine.cancel(job)
-    (fork,) = stage.branch.rejected[0].fork()
-    fork.generate(5)
-    assert fork.generated[4:] == continuation(toy(), [*P, t[0], t[1], other(t[2]), t[3]], 5)
-    assert_canonical(fork, fork.length - 1)
-
-
 def test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed(t: list[int]) -> None:
     chains = [[other(t[1]), t[2], t[3]], [t[1], t[2], other(t[3])], [other(other(t[1])), t[2]]]
     stage = Stage(chains)
@@ -545,23 +534,6 @@ def test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed(t: list
     assert set(left) == {tuple(chain) for chain in chains}
     for chain, at in zip(chains, (N + 1, N + 3, N + 1), strict=True):
         assert_captured(left[tuple(chain)], range(at, N + 1 + len(chain)))
-
-
-@pytest.mark.parametrize("draft", ["right", "wrong"])
-def test_the_others_are_untouched(t: list[int], draft: str) -> None:
-    """Whatever happens to one request, its neighbours have the tokens, states and KV that they would have alone."""
-    stage = Stage([t[1:4] if draft == "right" else [t[1], other(t[2]), t[3]]])
-    stage.to_the_verdict()
-    prompt = [2, 7, 1, 8, 2]
-    assert stage.beside.generated == continuation(toy(), prompt, 8)[: len(stage.beside.generated)]
-    assert_canonical(stage.beside, stage.beside.length - 1)
-    assert stage.beside.certified
-
-    alone = engine().prompt([8, 2, 8]).generate(2, deterministic=False)
-    assert stage.ordinary.tokens == alone.tokens
-    assert torch.equal(stage.ordinary.kv(), alone.kv())
-    assert stage.ordinary.record.states == [PROMPT] * 3 + [ACCEPTED, PENDING]
-    assert not stage.ordinary.certified
 
 
 def test_with_the_fast_path_for_a_verifier_the_page_contents_differ(t: list[int]) -> None:

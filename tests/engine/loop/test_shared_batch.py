@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.loop.lane import Job
-from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.serving.branch import Branch
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy, watch_passes
@@ -77,17 +76,6 @@ def test_every_step_decodes_all_of_them_in_one_fast_pass() -> None:
     assert [job.generated for job in jobs[2:]] == [9, 9], "a token in every step"
     subject.forest.wait(jobs)
     assert right(branches[0], PROMPTS[0], 33) and right(branches[1], PROMPTS[1], 33)
-
-
-def test_between_steps_nobody_sees_a_draft() -> None:
-    subject = engine()
-    (branch,) = subject.prompts(PROMPTS[:1])
-    job, truth = submit(branch, 20, window=8), continuation(toy(), PROMPTS[0], 20)
-    while not job.done:
-        subject.loop.step()
-        assert DRAFT not in branch.record.states and branch.generated == truth[: len(branch.generated)]
-        subject.check_integrity()
-        assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
 
 
 def test_a_request_that_comes_later_is_soon_verified_with_the_others() -> None:

@@ -1,7 +1,6 @@
 """Edits: equal to another library's result of the same intervention, with the same bits on every code path."""
 
 import random
-import struct
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -307,29 +306,6 @@ def test_edits_survive_a_trace(device: str) -> None:
         engine(device=device).replay_trace(served.trace)
 
 
-def test_content_hash_sees_every_part_of_an_edit() -> None:
-    """Every field changes the key, down to the last bit of the value. Equal edits have equal keys."""
-    table = engine().sites
-    nudged = VECTOR.clone()
-    nudged[0] = struct.unpack("f", struct.pack("I", struct.unpack("I", struct.pack("f", float(VECTOR[0])))[0] ^ 1))[0]
-    variants = [
-        Edit("blocks.0.hook_in", "add", VECTOR),
-        Edit("blocks.0.hook_in", "add", nudged),
-        Edit("blocks.0.hook_in", "set", VECTOR),
-        Edit("blocks.1.hook_in", "add", VECTOR),
-        Edit("blocks.0.hook_in", "add", VECTOR, positions=slice(0, 5)),
-        Edit("blocks.0.hook_in", "add", VECTOR, positions=[0, 1, 2, 3, 4]),
-        Edit("blocks.0.hook_in", "add", VECTOR, factor=2.0),
-        Edit("blocks.0.hook_in", "resample", ROWS),
-        Edit("blocks.0.hook_in", "resample", ROWS, seed=1),
-        Edit("blocks.0.hook_in", "resample", ROWS.flip(0)),
-    ]
-    keys = [place(edit, table, LENGTH)[0].key for edit in variants]
-    assert len(set(keys)) == len(variants)
-    assert place(Edit("blocks.0.hook_resid_pre", "add", VECTOR.clone()), table, 3)[0].key == keys[0]
-    assert page_keys(place(variants[4], table, LENGTH), 3, 4) == [keys[4], keys[4], b""]
-
-
 # ---- more edits ------------------------------------------------------------------------------------------------------
 # Edits of heads and of attention edges, by pattern, norm-preserving and conditional: TransformerLens' numbers, same bits.
 
@@ -413,33 +389,43 @@ def test_masked_edges_have_weight_zero_and_the_rest_sums_to_one() -> None:
         assert torch.isclose(row.sum(), torch.as_tensor(kept))
 
 
-def test_new_fields_are_part_of_the_hash_and_survive_json() -> None:
-    table = engine().sites
-    base = Edit("blocks.0.hook_in", "add", VECTOR)
-    site = "blocks.0.attn.hook_pattern"
+def test_every_field_is_part_of_the_hash_and_survives_json() -> None:
+    """Down to the last bit of a value. Equal edits have equal keys, under any name of their site."""
+    table, site = engine().sites, "blocks.0.attn.hook_pattern"
+    nudged = VECTOR.clone()
+    nudged[0] = VECTOR[0].nextafter(torch.tensor(9.0))
+    add, edge, scale = (
+        partial(Edit, "blocks.0.hook_in", "add", VECTOR),
+        partial(Edit, site),
+        partial(Edit, "blocks.0.hook_in", "scale"),
+    )
+    resample = partial(Edit, "blocks.0.hook_in", "resample")
     variants = [
-        base,
-        Edit("blocks.0.hook_in", "add", VECTOR, keep_norm=True),
-        Edit("blocks.0.hook_in", "add", VECTOR, match_norm=True),
-        Edit("blocks.0.hook_in", "add", VECTOR, when=VECTOR),
-        Edit("blocks.0.hook_in", "add", VECTOR, when=VECTOR, above=0.25),
-        Edit("blocks.0.hook_in", "add", VECTOR, when=-VECTOR),
-        Edit("blocks.0.hook_in", "scale", factor=2.0),
-        Edit("blocks.0.hook_in", "scale", factor=0.5),
+        add(),
+        Edit("blocks.0.hook_in", "add", nudged),
+        Edit("blocks.0.hook_in", "set", VECTOR),
+        Edit("blocks.1.hook_in", "add", VECTOR),
+        *(add(positions=positions) for positions in (slice(0, 5), [0, 1, 2, 3, 4])),
+        *(
+            add(**more)
+            for more in ({"factor": 2.0}, {"keep_norm": True}, {"match_norm": True}, {"tokens": 4}, {"tokens": [4, 5]})
+        ),
+        *(add(**more) for more in ({"when": VECTOR}, {"when": VECTOR, "above": 0.25}, {"when": -VECTOR})),
+        *(resample(rows, seed=seed) for rows, seed in ((ROWS, 0), (ROWS, 1), (ROWS.flip(0), 0))),
+        *(scale(factor=factor) for factor in (2.0, 0.5)),
         Edit(Z, "scale", factor=0.5, heads=[0]),
-        Edit(Z, "zero", heads=[0]),
-        Edit(Z, "zero", heads=[1]),
-        Edit(Z, "zero"),
-        Edit(site, "mask", positions=9, keys=3),
-        Edit(site, "mask", positions=9, keys=4),
-        Edit(site, "zero", positions=9, keys=4),
-        Edit(site, "zero", positions=9, keys=4, heads=[0]),
+        *(Edit(Z, "zero", heads=heads) for heads in ([0], [1], None)),
+        *(edge("mask", positions=9, keys=key) for key in (3, 4)),
+        *(edge("zero", positions=9, keys=4, heads=heads) for heads in (None, [0])),
+        *(edge("set", ROW, positions=9, heads=heads) for heads in (None, [1])),
+        *(edge("set", 0.5, positions=9, keys=key) for key in (3, 4)),
     ]
     keys = [place(edit, table, LENGTH)[0].key for edit in variants]
     assert len(set(keys)) == len(variants)
-    read = [Edit.from_json(edit.to_json()) for edit in variants]
-    assert [place(edit, table, LENGTH)[0].key for edit in read] == keys
-    assert set(base.to_json()) == {"site", "op", "positions", "layers", "factor", "seed", "value"}, "old plans keep their form"
+    assert [place(Edit.from_json(edit.to_json()), table, LENGTH)[0].key for edit in variants] == keys
+    assert set(add().to_json()) == {"site", "op", "positions", "layers", "factor", "seed", "value"}, "old plans keep their form"
+    assert place(Edit("blocks.0.hook_resid_pre", "add", VECTOR.clone()), table, 3)[0].key == keys[0]
+    assert page_keys(place(variants[4], table, LENGTH), 3, 4) == [keys[4], keys[4], b""]
 
 
 def test_the_hash_of_an_old_edit_has_not_moved() -> None:

@@ -16,7 +16,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place
 from replaylens.engine.serving.branch import Branch
 from replaylens.weights.loading import load
-from tests.engine.request.test_edits import LENGTH, ROW, SHORT, TOKEN, TOKENS, VECTOR, assert_one_result, engine
+from tests.engine.request.test_edits import LENGTH, SHORT, TOKEN, TOKENS, VECTOR, assert_one_result, engine
 from tests.families import hugging_face
 from tests.toy_model import engine as toy_engine
 from tests.toy_model import random_model
@@ -87,22 +87,6 @@ def test_gradients_pass_an_edit_of_a_token_as_one_of_its_positions() -> None:
         for edit in (Edit("blocks.1.hook_in", "zero", tokens=TOKEN), Edit("blocks.1.hook_in", "zero", positions=at))
     ]
     assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
-
-
-def test_they_are_part_of_the_hash_and_survive_json() -> None:
-    table = engine().sites
-    variants = [
-        Edit(PATTERN, "set", ROW, positions=9),
-        Edit(PATTERN, "set", ROW, positions=9, heads=[1]),
-        Edit(PATTERN, "set", 0.5, positions=9, keys=3),
-        Edit(PATTERN, "set", 0.5, positions=9, keys=4),
-        Edit("blocks.0.hook_in", "add", VECTOR),
-        Edit("blocks.0.hook_in", "add", VECTOR, tokens=4),
-        Edit("blocks.0.hook_in", "add", VECTOR, tokens=[4, 5]),
-    ]
-    keys = [place(edit, table, LENGTH)[0].key for edit in variants]
-    assert len(set(keys)) == len(variants)
-    assert [place(Edit.from_json(edit.to_json()), table, LENGTH)[0].key for edit in variants] == keys
 
 
 def test_hiding_or_setting_outside_a_window_is_refused() -> None:
@@ -348,11 +332,6 @@ def test_what_does_not_fit_is_refused(what: str) -> None:
     fields, text = WRONG[what]
     with pytest.raises(BadEdit, match=text):
         Engine(load(hugging_face("mixtral")), page_size=4).prompt(PROMPT, edits=[Edit(**{"site": LOGITS, **fields})])
-
-
-def test_a_dense_model_has_no_router() -> None:
-    with pytest.raises(BadEdit, match="is for the router"):
-        Engine(load(hugging_face("llama"))).prompt(PROMPT, edits=[Edit(LOGITS, "force", experts=[1])])
 
 
 def test_edits_together_may_leave_too_few_experts(engine_of_routing_edits: Engine) -> None:

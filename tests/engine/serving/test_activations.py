@@ -168,17 +168,6 @@ def test_kv_of_a_preempted_rejected_draft() -> None:
     subject.check_integrity()
 
 
-def test_kv_of_a_fork_that_computed_nothing_yet() -> None:
-    """An edited fork shares the KV before the edit. The rest is computed on demand."""
-    subject = engine()
-    branch = subject.prompt(PROMPT)
-    edit = Edit("blocks.0.hook_in", "add", torch.linspace(-1, 1, 32), positions=4)
-    (fork,) = branch.fork(edits=[edit])
-    fresh = engine().prompt(PROMPT, edits=[edit])
-    assert torch.equal(fork.kv(), fresh.kv()) and not torch.equal(fork.kv(), branch.kv())
-    subject.check_integrity()
-
-
 def test_kv_of_a_preempted_branch_that_is_streamed() -> None:
     subject = engine(cache_tokens=32)
     branch = subject.prompt(PROMPT)
@@ -484,13 +473,6 @@ def test_a_rollback_keeps_the_drafts_that_left_the_path_where_it_ends() -> None:
     for to in places[::-2]:
         branch.rollback(to)
         assert {other.fork_position for other in branch.record.cut} == {place for place in places if place <= to}
-
-
-def test_a_rollback_forgets_what_was_forced() -> None:
-    """Tokens that come in the place of forced ones are generated; what is left of the forced ones stays so."""
-    branch = engine().prompt(PATH[:3]).force([7, 8, 9]).rollback(4).generate(3)
-    assert branch.states == [*["prompt"] * 3, "forced", "generated", "generated", "pending"]
-    assert branch.rollback(5).force([9]).states == [*["prompt"] * 3, "forced", "generated", "forced"]
 
 
 def test_logits_of_a_branch() -> None:

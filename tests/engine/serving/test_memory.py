@@ -219,19 +219,6 @@ def test_a_handle_keeps_its_record() -> None:
     assert len(subject.tree) == 0
 
 
-def test_a_live_descendant_keeps_those_above_it() -> None:
-    subject = engine()
-    root = subject.prompt([1, 2, 3])
-    middle = root.fork()[0].force([4])
-    leaf = middle.fork()[0].force([5])
-    middle.release()
-    del middle
-    assert len(subject.tree.children(root.id)) == 1 and str(root.tree()).count("\n") >= 2
-    leaf.release()
-    del leaf
-    assert subject.tree.children(root.id) == []
-
-
 def test_a_run_keeps_its_trees() -> None:
     subject = Engine.load("coin-plain")
     task = get("coin")(flips=2)
@@ -290,18 +277,6 @@ def test_a_thousand_branches_dropped_at_once_are_freed() -> None:
     gc.collect()
     assert root.generate(3).generated == continuation(toy(), [1, 2, 3, 4, 5], 3)
     assert list(subject.loop.lanes) == [root.id]
-    subject.check_integrity()
-
-
-def test_rounds_of_dropped_forks_leave_nothing_behind() -> None:
-    """Rounds of forks, which together take more pages than there are. No branch of a round is left to the next."""
-    subject = engine(cache_tokens=256)
-    root = subject.prompt(list(range(40)))
-    for number in range(6):
-        subject.generate(root.fork(8), 12, sampling=seeds(8, 100 * number))
-        gc.collect()
-        assert root.length == 40 and list(subject.loop.lanes) == [root.id]
-    assert root.lane.computed == 40, "the root kept its pages"
     subject.check_integrity()
 
 
