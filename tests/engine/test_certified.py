@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from replaylens.kernels.definition import CHUNK
 from replaylens.thinking.core import ThinkingEngine
 from replaylens.thinking.model import ThinkingDecoder
 from tests.engine.reference import random_decoder, same_bits, wrong_fast_path
-from tests.engine.test_machine import CONFIG, DeltaNets
+from tests.engine.test_machine import CONFIG, DeltaNets, some
 from tests.thinking.reference import BASE, random_prompt, thinking_model
 
 SITES = "STCZ"
@@ -466,16 +466,7 @@ MACHINES = (Certified, CertifiedThoughts, CertifiedStates)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("sessions", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_calls_itself_certified_is(machine: type[Certified], sessions: int) -> None:
-    how = settings(
-        max_examples=sessions,
-        stateful_step_count=25,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    how = some(sessions, steps=25, report_multiple_bugs=False, phases=[Phase.generate])
     run_state_machine_as_test(machine, settings=how)
 
 

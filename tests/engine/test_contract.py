@@ -306,18 +306,6 @@ def test_no_chunk_no_page_and_no_neighbour_changes_anything(bookkept: Subject, c
         assert bookkept.rejected(alone) == bookkept.rejected(other) or request.drafter not in bookkept.reproducible
 
 
-def test_a_rejected_draft_has_the_rows_of_the_same_tokens_forced(subject: Subject) -> None:
-    request = Request(subject.prompt(21), "tree", 4)
-    (branch,) = run_together(subject.engine(), [request])
-    assert branch.rejected
-    for draft in branch.rejected[:4]:
-        start, path = draft.activations.base, draft.tokens
-        forced = subject.engine().prompt(path[:start], sites="STCZ").force(path[start:])
-        forced_rows = forced.activations
-        for site in draft.activations.sites():
-            assert same_bits(draft.activations[site], forced_rows[site][start:]), site
-
-
 def test_forks_rollbacks_and_cancels_leave_no_mark(bookkept: Subject) -> None:
     """A random history on the same engine, and on the branches that the requests then run on."""
     engine, draw = bookkept.engine(page_size=4), random.Random(bookkept.name)
@@ -532,18 +520,6 @@ def test_an_edited_fork_has_the_bits_of_its_edited_path_alone(llama_or_nano: Sub
     )
     assert subject.differences(root) == [] and not same_bits(fork.kv()[17:40], root.kv()[17:40])
     assert same_bits(fork.kv()[:17], root.kv()[:17])
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_fork_of_a_rejected_draft_takes_no_row_over_that_the_fast_path_made(device: str) -> None:
-    model = random_decoder(SHAPE).to(device)
-    reference, engine = Reference(model), Engine(model)
-    branch = engine.prompt(range(20), sites="STCZ", keep_rejected=True)
-    branch.generate(12, drafter="forced", drafts={29: [[1, 2, 3]]})
-    branch.rollback(20).generate(12, deterministic=False)
-    (child,) = branch.rejected[0].fork()
-    assert child.certified and not branch.certified
-    assert differences(child.generate(2), reference) == []
 
 
 # ---- the negative control --------------------------------------------------------------------------------------------

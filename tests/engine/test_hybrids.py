@@ -140,7 +140,7 @@ def test_forks_and_rollbacks_keep_an_edited_state() -> None:
 
 @pytest.mark.parametrize(
     "name, seed",
-    [("qwen3-next", 1), ("mamba2", 2), *(pytest.param("falcon-h1", seed, marks=pytest.mark.slow) for seed in (3, 4))],
+    [("qwen3-next", 1), ("mamba2", 2), pytest.param("falcon-h1", 3, marks=pytest.mark.slow)],
 )
 def test_random_histories_with_edited_states(name: str, seed: int) -> None:
     """Passes of any size, rejected rows and forks, in pages of any size: the rows of the whole path at once."""

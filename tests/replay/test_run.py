@@ -121,20 +121,19 @@ def test_the_batch_does_not_change_a_bit(
             assert_same(mine, yours)
 
 
-def test_every_row_of_every_path_is_the_one_of_the_path_alone(
-    model: Any, words: WordTokenizer, examples: list[Example]
-) -> None:
-    run = replay(model, words, examples, sites=SITES, drafter="tree", max_new=6)
-    for result in run:
+@pytest.fixture(scope="module")
+def drafted(model: Any, words: WordTokenizer, examples: list[Example]) -> Run:
+    """Captured, with wrong drafts."""
+    return replay(model, words, examples, sites=SITES, drafter="lens", max_new=6)
+
+
+def test_every_row_of_every_path_is_the_one_of_the_path_alone(model: Any, drafted: Run) -> None:
+    """Also of rejected paths, from where they left the accepted one."""
+    assert sum(len(result.rejected) for result in drafted) > 5
+    for result in drafted:
         truth = Reference(model, result.tokens, SITES).rows
         assert result.activations.positions() == list(range(len(result.tokens))), "the last token's own row included"
         assert all(torch.equal(result.activations[site], truth[site]) for site in SITES)
-
-
-def test_rejected_paths_carry_rows_of_their_own(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
-    run = replay(model, words, examples, sites=SITES, drafter="lens", max_new=6)
-    assert sum(len(result.rejected) for result in run) > 5
-    for result in run:
         for path in result.rejected:
             at = path.fork_position
             assert result.num_prompt <= at < len(path.tokens)
@@ -213,14 +212,13 @@ def test_accuracy_and_acceptance(words: WordTokenizer) -> None:
     assert repr(run) == f"Run(12 examples, {sum(right) / 12:.1%} correct, 100.0% of drafts accepted)"
 
 
-def test_statistics_of_a_run(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
-    run = replay(model, words, examples, drafter="lens", sites="S", max_new=6)
-    for result in run:
+def test_statistics_of_a_run(drafted: Run) -> None:
+    for result in drafted:
         assert result.statistics.drafted == result.statistics.accepted + result.statistics.rejected
         assert result.statistics.tokens == len(result.tokens) - result.num_prompt
         assert result.statistics.rejected == sum(len(r.tokens) - r.fork_position for r in result.rejected)
-    drafted = sum(r.statistics.drafted for r in run)
-    assert run.acceptance == sum(r.statistics.accepted for r in run) / drafted
+    number = sum(r.statistics.drafted for r in drafted)
+    assert drafted.acceptance == sum(r.statistics.accepted for r in drafted) / number
 
 
 def test_an_empty_run(model: Any, words: WordTokenizer) -> None:
@@ -228,10 +226,9 @@ def test_an_empty_run(model: Any, words: WordTokenizer) -> None:
     assert len(run) == 0 and list(run) == [] and math.isnan(run.accuracy) and math.isnan(run.acceptance)
 
 
-def test_the_tree_shows_a_path_and_its_rejected_drafts(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
-    run = replay(model, words, examples[:3], drafter="lens", max_new=6, sites="S")
-    for i, result in enumerate(run):
-        lines = str(run.tree(i)).splitlines()
+def test_the_tree_shows_a_path_and_its_rejected_drafts(drafted: Run) -> None:
+    for i, result in enumerate(drafted):
+        lines = str(drafted.tree(i)).splitlines()
         assert lines[0].startswith(f"#{result.branch} ") and f".{result.num_prompt}" in lines[0]
         assert len(lines) == 1 + len(result.rejected)
         assert all(
@@ -242,14 +239,13 @@ def test_the_tree_shows_a_path_and_its_rejected_drafts(model: Any, words: WordTo
 # ---- what a run leaves behind and refuses ----------------------------------------------------------------------------
 
 
-def test_a_run_gives_all_its_pages_back(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
+def test_a_run_gives_all_its_pages_back(drafted: Run) -> None:
     """The results keep their rows. The engine keeps no branches, and no pages except for its prefix index."""
-    run = replay(model, words, examples, drafter="tree", sites="S", max_new=6)
-    subject = run.engine
+    subject = drafted.engine
     assert subject.loop.lanes == {}
     subject.prefix.clear()
     assert subject.runner.pool.num_free == subject.runner.pool.num_pages
-    assert all(subject.tree.branch(r.branch).status is BranchStatus.RELEASED for r in run)
+    assert all(subject.tree.branch(r.branch).status is BranchStatus.RELEASED for r in drafted)
 
 
 def test_a_run_that_fails_gives_its_pages_back_too(words: WordTokenizer, examples: list[Example]) -> None:

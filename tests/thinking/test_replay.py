@@ -15,7 +15,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from typer.testing import CliRunner
 
@@ -42,6 +41,7 @@ from replaylens.weights.opening import GUESSES, Guess
 from tests.devices import DEVICES, with_devices
 from tests.engine.coin_engine import PROMPT
 from tests.engine.reference import same_bits
+from tests.engine.test_machine import some
 from tests.thinking.reference import (
     EOS,
     PAD,
@@ -274,8 +274,7 @@ def test_thinkers_that_outgrow_the_cache_together(sessions: int) -> None:
     class Counted(Thinkers):
         preemptions = 0
 
-    few = {"max_examples": sessions, "stateful_step_count": 3, "derandomize": True, "database": None, "deadline": None}
-    run_state_machine_as_test(Counted, settings=settings(**few, suppress_health_check=list(HealthCheck)))
+    run_state_machine_as_test(Counted, settings=some(sessions, steps=3))
     assert Counted.preemptions >= 2 * sessions, "control: thinking and answering requests lost their pages to others"
 
 
@@ -395,16 +394,15 @@ def test_drafts_that_nobody_can_think(plain: Subject, thought: tuple[int, ...], 
 
 def test_other_requests_that_cannot_be(plain: Subject) -> None:
     engine = plain.engine()
-    with pytest.raises(BadRequest, match="guess='magic'"):
-        engine.prompt([5, 6, 7], guess="magic")
-    with pytest.raises(BadRequest, match="guess='drafted'"):
-        engine.prompt([5, 6, 7], drafts=[(EOS,)])
-    with pytest.raises(BadEdit, match="captured but not edited"):
-        engine.prompt([5, 6, 7], edits=[Edit("thinking.tokens", "zero")])
-    with pytest.raises(BadEdit, match="Use an Edit"):
-        engine.prompt([5, 6, 7], hooks=[("thinking.state", lambda value, hook: value)])
-    with pytest.raises(BadEdit, match="steps 0 to 3"):
-        engine.thought_place("thinking.hook_out", 1, 4)
+    for error, call, says in (
+        (BadRequest, lambda: engine.prompt([5, 6, 7], guess="magic"), "guess='magic'"),
+        (BadRequest, lambda: engine.prompt([5, 6, 7], drafts=[(EOS,)]), "guess='drafted'"),
+        (BadEdit, lambda: engine.prompt([5, 6, 7], edits=[Edit("thinking.tokens", "zero")]), "captured but not edited"),
+        (BadEdit, lambda: engine.prompt([5, 6, 7], hooks=[("thinking.state", lambda value, hook: value)]), "Use an Edit"),
+        (BadEdit, lambda: engine.thought_place("thinking.hook_out", 1, 4), "steps 0 to 3"),
+    ):
+        with pytest.raises(error, match=says):
+            call()
     assert engine.loop.lanes == {}
 
 

@@ -30,7 +30,6 @@ from replaylens.training import embedded as zoo
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training import score as scoring
 from replaylens.training import thinking as trainer_of_thinking
-from replaylens.training import thinking as trainer_of_variables
 from replaylens.training import trainer
 from replaylens.training.recipe import Part, Recipe
 from replaylens.training.score import generate, score
@@ -458,14 +457,13 @@ def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_it_learns_tokens_and_thoughts() -> None:
-    texts = trainer_of_thinking.texts_of(TINY_OF_THINKING, "cpu")
-    before, after = (
-        trainer_of_thinking.initial(TINY_OF_THINKING),
-        trainer_of_thinking.train(replace(TINY_OF_THINKING, steps=30)),
-    )
+@pytest.mark.parametrize("task", ["coin", "variables"])
+def test_it_learns_tokens_and_thoughts(task: str) -> None:
+    recipe = replace(TINY_OF_THINKING if task == "coin" else TINY_OF_VARIABLES, steps=30)
+    batch = trainer_of_thinking.texts_of(recipe, "cpu").batch(99)
+    before, after = trainer_of_thinking.initial(recipe), trainer_of_thinking.train(recipe)
     with torch.no_grad():
-        assert trainer_of_thinking.loss(after, texts.batch(99)) < 0.6 * trainer_of_thinking.loss(before, texts.batch(99))
+        assert trainer_of_thinking.loss(after, batch) < 0.6 * trainer_of_thinking.loss(before, batch)
 
 
 def test_every_part_gets_a_gradient() -> None:
@@ -721,19 +719,11 @@ TINY_OF_VARIABLES = ThinkingRecipe(
 
 def test_no_chunk_of_four_words_ends_two_operations() -> None:
     """A chunk has a thought of two words or none, so each operation can continue from the thoughts of all earlier ones."""
-    table = trainer_of_variables.texts_of(replace(TINY_OF_VARIABLES, longest=12), "cpu").table
+    table = trainer_of_thinking.texts_of(replace(TINY_OF_VARIABLES, longest=12), "cpu").table
     tokens, _, thoughts, thinks, _ = table.columns
     assert thoughts.shape[1] == 3 and tokens.shape[1] == 4
     sizes = (thoughts[thinks] != 1).sum(1)
     assert set(sizes.tolist()) == {0, 2}
-
-
-@pytest.mark.slow
-def test_it_learns_tokens_and_thoughts_of_variables() -> None:
-    texts = trainer_of_variables.texts_of(TINY_OF_VARIABLES, "cpu")
-    before, after = trainer_of_variables.initial(TINY_OF_VARIABLES), trainer_of_variables.train(TINY_OF_VARIABLES)
-    with torch.no_grad():
-        assert trainer_of_variables.loss(after, texts.batch(99)) < 0.6 * trainer_of_variables.loss(before, texts.batch(99))
 
 
 @pytest.mark.parametrize("method", ["thinking", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("none", "cot"))])

@@ -222,35 +222,6 @@ def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
     return ModelDrafter(Runner(small, num_pages, 4), VOCAB)
 
 
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_the_model_drafter_stays_in_step(small: Decoder, data: st.DataObject) -> None:
-    """After any history of forks, rollbacks and other branches it drafts what a fresh one drafts, also with few pages."""
-    kept = fresh(small, num_pages=data.draw(st.sampled_from([8, 12, 64])))
-    paths = {0: [1, 2, 3], 1: [1, 2, 3, 4, 5]}
-    for _ in range(data.draw(st.integers(1, 8))):
-        branch = data.draw(st.sampled_from(sorted(paths)))
-        path = paths[branch]
-        match data.draw(st.sampled_from(["grow", "cut", "fork", "replace"])):
-            case "grow":
-                path += data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
-            case "cut":
-                del path[data.draw(st.integers(1, len(path))) :]
-            case "replace":
-                cut = data.draw(st.integers(1, len(path)))
-                path[cut:] = data.draw(
-                    st.lists(st.integers(0, VOCAB - 1), min_size=len(path) - cut + 1, max_size=9 + len(path))
-                )
-            case "fork":
-                branch = len(paths)
-                paths[branch] = path = path[: data.draw(st.integers(1, len(path)))]
-        del path[26:]
-        assert drafts_after(kept, list(path), branch) == drafts_after(fresh(small), list(path), 0)
-        used = [table for table, _ in kept._known.values()]
-        kept.runner.pool.check_integrity(used)
-
-
 def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder) -> None:
     """The same through the engine: on a rolled-back branch and on forks, it drafts what a fresh drafter does."""
     subject = subject_with(small)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,6 +14,7 @@ from replaylens.engine.errors import NonFinite
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.serving.branch import Branch
+from tests.engine.test_machine import some
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy, watch_passes
 
 PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9, 10], [11, 12]]
@@ -257,14 +257,7 @@ class Mixes(RuleBasedStateMachine):
         assert not getattr(self, "running", [])
 
 
-Mixes.TestCase.settings = settings(
-    max_examples=8,
-    stateful_step_count=20,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+Mixes.TestCase.settings = some(sessions=8, steps=20)
 TestMixes = Mixes.TestCase
 
 

@@ -33,6 +33,7 @@ from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
+from tests.devices import covering
 from tests.engine.coin_engine import PROMPT, fresh
 from tests.toy_model import Reference, continuation, engine, random_model, toy, watch_passes
 
@@ -120,9 +121,7 @@ def test_a_fresh_process_comes_to_every_row_again(told: tuple[Path, dict[str, st
     assert len(expected) > 20, "rejected branches included"
 
 
-@pytest.mark.parametrize(
-    "options", [{"page_size": 16}, {"max_rows": 32, "cache_tokens": 512}, {"page_size": 1, "lens_layer": 2}]
-)
+@pytest.mark.parametrize("options", [{"page_size": 16, "lens_layer": 2}, {"page_size": 1, "max_rows": 32, "cache_tokens": 512}])
 def test_an_engine_of_another_shape_does_too(told: tuple[Path, dict[str, str]], options: dict[str, Any]) -> None:
     """Page size, rows per pass and drafters are not in the trace, since no bit depends on them."""
     file, expected = told
@@ -355,7 +354,7 @@ def assert_replays(subject: Engine, tmp_path: Path, **options: Any) -> None:
     assert digests(replayed) == digests(alive(subject))
 
 
-@pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
+@pytest.mark.parametrize("drafter", ["self", pytest.param("lens", marks=pytest.mark.slow), "tree"])
 def test_requests_cancelled_anywhere(tmp_path: Path, drafter: str) -> None:
     """A cancel, not the number of tokens, cuts the last window. Its rejected part is reproduced as well."""
     subject = engine(record=True)
@@ -436,8 +435,7 @@ if __name__ == "__main__":
     print(json.dumps(digests(engine().replay_trace(Trace.load(sys.argv[1])))))
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("seen", [1, 2, 3])
+@pytest.mark.parametrize(("seen", "exact"), covering([1, 2, 3], [True, False]))
 def test_a_stream_closed_at_its_stop_token(exact: bool, seen: int) -> None:
     """A stream closed right after its last token has ended by that token, not by the closing; so has its replay."""
     subject = engine(record=True)

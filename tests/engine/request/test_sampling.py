@@ -438,13 +438,3 @@ def test_penalties_forget_a_token_that_was_rolled_back(penalty: dict[str, float]
         branch.rollback(3).force(others)
         assert branch.generate(1, sampling=sampling).generated[-1] == 30, (generated, forced)
         assert fork.force(others).generate(1, sampling=sampling).generated[-1] == 30, "and on a fork from before it"
-
-
-def test_generating_in_pieces_is_generating_at_once() -> None:
-    """Stop strings, penalties and draws depend on the path, not on the call."""
-    sampling = Sampling(temperature=0.8, seed=2, presence_penalty=0.5, stop=("5 1",))
-    at_once = engine().prompt([1, 2]).generate(20, sampling=sampling)
-    pieces = engine().prompt([1, 2])
-    while pieces.length < at_once.length:
-        pieces.generate(min(3, at_once.length - pieces.length), sampling=sampling)
-    assert pieces.tokens == at_once.tokens and pieces.finish_reason == at_once.finish_reason

@@ -96,19 +96,42 @@ def growth(subject: Engine, cycle: Cycle, count: int, warm_up: int = 60) -> tupl
     return objects, tensors
 
 
-@pytest.mark.slow
-def test_thousands_of_requests_leave_nothing_behind() -> None:
-    subject = engine(small(), cache_tokens=128)
-    objects, tensors = growth(subject, plain, 400)
-    assert objects < 0.02 and tensors < 1
-    assert len(subject.tree) == 0 and subject.loop.lanes == {}
+def failing(subject: Engine, draw: random.Random) -> None:
+    with pytest.raises(EngineError):
+        subject.prompts([[1, 2, 3], prompt_of(draw, 80)])
+
+
+def thinking(subject: Engine, draw: random.Random) -> None:
+    face, name = draw.choice(("heads", "tails")), draw.choice(("Alice", "Bob", "Carol"))
+    branch = subject.prompt(f"A coin's state is {face}. {name} flips, then Bob flips.", sites="STCZ", keep_rejected=True)
+    (fork,) = branch.fork(edits=[Edit("thinking.state", "zero")])
+    fork.generate(2).release()
+    branch.release()
+
+
+def replayed(subject: Engine, draw: random.Random) -> None:
+    run = subject.replay(get("coin")(flips=2).examples([draw.randrange(1000)]), sites="SZ", drafter="tree", window=4)
+    assert run.tree(0)
 
 
 @pytest.mark.slow
-def test_whatever_was_done_with_them() -> None:
-    subject = engine(small(), cache_tokens=128, draft_model=random_model(3, num_layers=1))
-    objects, tensors = growth(subject, everything, 60)
-    assert objects < 1 and tensors < 500, "a page more or less in the prefix index; an edit alone has 25,600 bytes"
+@pytest.mark.parametrize(
+    ("make", "cycle", "count", "objects", "tensors"),
+    [
+        (lambda: engine(small(), cache_tokens=128), plain, 400, 0.02, 1),
+        # a page more or less in the prefix index; an edit alone has 25,600 bytes
+        (lambda: engine(small(), cache_tokens=128, draft_model=random_model(3, num_layers=1)), everything, 60, 1, 500),
+        (lambda: engine(small(), cache_tokens=64), failing, 60, 1, 10),
+        (lambda: Engine.load("coin-thinking", cache_tokens=128), thinking, 12, 2, 2000),
+        (lambda: Engine.load("coin-plain", cache_tokens=96), replayed, 20, 2, 2000),
+    ],
+)
+def test_requests_leave_nothing_behind(
+    make: Callable[[], Engine], cycle: Cycle, count: int, objects: float, tensors: float
+) -> None:
+    subject = make()
+    found = growth(subject, cycle, count, warm_up=60 if count >= 60 else 20)
+    assert found[0] < objects and found[1] < tensors
     assert len(subject.tree) == 0 and subject.loop.lanes == {}
 
 
@@ -153,48 +176,6 @@ def test_a_branch_that_goes_to_and_fro() -> None:
 
     objects, tensors = growth(subject, cycle, 60)
     assert objects < 1 and tensors < 10 and subject.tree.children(root.id) == []
-
-
-@pytest.mark.slow
-def test_requests_that_fail() -> None:
-    subject = engine(small(), cache_tokens=64)
-
-    def cycle(_: Engine, draw: random.Random) -> None:
-        with pytest.raises(EngineError):
-            subject.prompts([[1, 2, 3], prompt_of(draw, 80)])
-
-    objects, tensors = growth(subject, cycle, 60)
-    assert objects < 1 and tensors < 10 and len(subject.tree) == 0
-
-
-@pytest.mark.slow
-def test_models_that_think() -> None:
-    subject = Engine.load("coin-thinking", cache_tokens=128)
-
-    def cycle(_: Engine, draw: random.Random) -> None:
-        face, name = draw.choice(("heads", "tails")), draw.choice(("Alice", "Bob", "Carol"))
-        branch = subject.prompt(f"A coin's state is {face}. {name} flips, then Bob flips.", sites="STCZ", keep_rejected=True)
-        (fork,) = branch.fork(edits=[Edit("thinking.state", "zero")])
-        fork.generate(2).release()
-        branch.release()
-
-    objects, tensors = growth(subject, cycle, 12, warm_up=8)
-    assert objects < 2 and tensors < 2000
-    assert len(subject.tree) == 0
-
-
-@pytest.mark.slow
-def test_runs_that_are_dropped() -> None:
-    subject = Engine.load("coin-plain", cache_tokens=96)
-    task = get("coin")(flips=2)
-
-    def cycle(_: Engine, draw: random.Random) -> None:
-        run = subject.replay(task.examples([draw.randrange(1000)]), sites="SZ", drafter="tree", window=4)
-        assert run.tree(0)
-
-    objects, tensors = growth(subject, cycle, 20, warm_up=20)
-    assert objects < 2 and tensors < 2000
-    assert len(subject.tree) == 0 and subject.loop.lanes == {}
 
 
 # ---- held objects stay readable --------------------------------------------------------------------------------------
