@@ -256,7 +256,7 @@ def test_a_token_takes_no_longer_beside_more_branches(monkeypatch: pytest.Monkey
     """Two tokens on each fork of one prompt, with room for 39 of their tails and for all. No row is computed twice: forks are
     served in waves that fit, and the prompt's pages stay."""
     found, controls = list[float](), list[float]()
-    for count in (80, 240):
+    for count in (80, 320):
         for walk, costs in ((False, found), (True, controls)):
             subject = engine(cache_tokens=tokens, page_size=4, max_rows=64)
             forks = subject.prompt(path(6)).fork(count)
