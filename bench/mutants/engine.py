@@ -9,7 +9,7 @@ ENGINE = (
         "            if lane.certified:\n                keys = page_keys(",
         "            if not lane.hooks:\n                keys = page_keys(",
         "KV of the fast path is never offered to the prefix index",
-        ("tests/engine/loop/test_fast_path.py",),
+        ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
     Mutant(
         "bursts-beside-prompts",
@@ -25,7 +25,7 @@ ENGINE = (
         "lane.exact = lane.exact and turn.job.exact",
         "lane.exact = turn.job.exact",
         "a branch that the fast path touched stays uncertified",
-        ("tests/engine/loop/test_fast_path.py",),
+        ("tests/engine/test_certified.py::test_a_session_that_goes_to_and_fro",),
     ),
     Mutant(
         "ordinary-drawn-as-accepted",
@@ -65,7 +65,7 @@ ENGINE = (
         "rows.chunk(lane, turn.segments[index], turn.end + num_accepted,",
         "rows.chunk(lane, turn.segments[0], turn.end + num_accepted,",
         "a rejected sibling has the rows of its own path",
-        ("tests/engine/loop/test_scheduling.py",),
+        ("tests/engine/loop/test_drafters.py::test_siblings_are_verified_in_one_pass_and_the_right_one_is_followed",),
     ),
     Mutant(
         "failed-rows-stay-computed",
@@ -273,7 +273,7 @@ ENGINE = (
         'for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}',
         'for name in ("keys", "keep_norm", "tokens") if getattr(self, name)}',
         "edits of other heads share no KV",
-        ("tests/engine/request/test_edits.py::test_new_fields_are_part_of_the_hash_and_survive_json",),
+        ("tests/engine/request/test_edits.py::test_every_field_is_part_of_the_hash_and_survives_json",),
     ),
     Mutant(
         "edge-cut-in-every-head",
@@ -289,7 +289,7 @@ ENGINE = (
         "portable.product(pattern[row",
         "portable.product(2 * pattern[row",
         "attention weights that are set stay as they are",
-        ("tests/engine/request/test_pattern_and_token_edits.py::test_they_are_what_transformer_lens_hooks_do",),
+        ("tests/engine/request/test_edits.py::test_they_are_what_transformer_lens_hooks_do",),
     ),
     Mutant(
         "weights-of-later-keys-set",
@@ -305,7 +305,7 @@ ENGINE = (
         "return [p for p in found if tokens[p - start] in self.tokens] if self.tokens else found",
         "return found",
         "an edit of a token changes the positions that hold it only",
-        ("tests/engine/request/test_pattern_and_token_edits.py::test_they_are_what_transformer_lens_hooks_do",),
+        ("tests/engine/request/test_edits.py::test_they_are_what_transformer_lens_hooks_do",),
     ),
     Mutant(
         "edit-hash-without-tokens",
@@ -313,7 +313,7 @@ ENGINE = (
         'for name in ("heads", "keys", "keep_norm", "tokens") if getattr(self, name)}',
         'for name in ("heads", "keys", "keep_norm") if getattr(self, name)}',
         "edits of other tokens share no KV",
-        ("tests/engine/request/test_pattern_and_token_edits.py::test_they_are_part_of_the_hash_and_survive_json",),
+        ("tests/engine/request/test_edits.py::test_every_field_is_part_of_the_hash_and_survives_json",),
     ),
     Mutant(
         "base-edit-made-twice",
@@ -433,7 +433,7 @@ ENGINE = (
         "        if start < 0 or (stop is not None",
         "        if (stop is not None",
         "a slice of positions that starts before the text is refused",
-        ("tests/engine/request/test_edits.py::test_impossible_edits_are_refused",),
+        ("tests/engine/request/test_edits.py::test_refused",),
     ),
     Mutant(
         "capture-starts-before-the-text",

@@ -49,7 +49,7 @@ HOLES = (
         "            if times[branch] > 1:",
         "            if times[branch] > 2:",
         "a request that is refused changes nothing",
-        ("tests/engine/serving/test_activations.py",),
+        ("tests/engine/serving/test_bad_input.py::test_a_bad_call_is_refused_and_changes_nothing",),
     ),
     Mutant(
         "kv-of-a-preempted-branch",

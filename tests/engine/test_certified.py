@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from replaylens.kernels.definition import CHUNK
 from replaylens.thinking.core import ThinkingEngine
 from replaylens.thinking.model import ThinkingDecoder
 from tests.engine.reference import random_decoder, same_bits, wrong_fast_path
-from tests.engine.test_machine import CONFIG, DeltaNets
+from tests.engine.test_machine import CONFIG, DeltaNets, some
 from tests.thinking.reference import BASE, random_prompt, thinking_model
 
 SITES = "STCZ"
@@ -63,8 +64,6 @@ class Truth:
     kv: Tensor
     """[positions, layers, 2, kv_heads, d_head]"""
     rows: Rows
-    following: tuple[int, ...]
-    """the tokens that an exact request would add"""
     entries: dict[int, Tensor]
     """position -> what recurrent layers hold of it"""
     states: dict[int, Tensor]
@@ -84,11 +83,11 @@ class Held:
 
 
 def truth_of(branch: Branch) -> Truth:
-    """What the only branch of its engine holds, and what follows."""
+    """What the only branch of its engine holds."""
     rows = {site: branch.activations[site] for site in branch.activations.sites()}
     kv, length, runner = branch.kv(), branch.length, branch.engine.runner
     recurrent = recurrent_of(runner, runner.pool.slots(branch.lane.table, 0, length))
-    return Truth(kv, rows, tuple(branch.generate(8, window=1, sampling=ON).tokens[length:]), *recurrent)
+    return Truth(kv, rows, *recurrent)
 
 
 def recurrent_of(runner: Runner, slots: list[int]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -173,13 +172,30 @@ class Certified(RuleBasedStateMachine):
         """A path under placed edits, in a fresh engine."""
         key = path, *(edit.key for edit in edits)
         if key not in cls.truths:
-            engine = cls.fresh_plain()
-            lane = engine.forest.plant(list(path), engine._wanted(SITES, False), edits)
-            engine.forest.compute([lane])
-            cls.truths[key] = truth_of(engine.handle(lane))
+            cls.truths[key] = truth_of(cls.planted(path, edits))
         return cls.truths[key]
 
-    truths: ClassVar[dict[Any, Truth]] = {}
+    truths: ClassVar[dict[Any, Any]] = {}
+
+    @classmethod
+    def planted(cls, path: tuple[int, ...], edits: tuple[PlacedEdit, ...]) -> Branch:
+        engine = cls.fresh_plain()
+        lane = engine.forest.plant(list(path), engine._wanted(SITES, False), edits)
+        engine.forest.compute([lane])
+        return engine.handle(lane)
+
+    @classmethod
+    def lone(cls, one: Held) -> Branch:
+        """The same path and edits, in a fresh engine."""
+        return cls.planted(tuple(one.path), one.edits)
+
+    @classmethod
+    def following(cls, one: Held) -> tuple[int, ...]:
+        """The tokens that an exact request would add."""
+        key = "following", one.along, tuple(one.path), *(edit.key for edit in one.edits)
+        if key not in cls.truths:
+            cls.truths[key] = tuple(cls.lone(one).generate(8, window=1, sampling=ON).tokens[len(one.path) :])
+        return cls.truths[key]
 
     @classmethod
     def fresh_plain(cls) -> Engine:
@@ -223,7 +239,7 @@ class Certified(RuleBasedStateMachine):
         """An exact request. The first of its first chains begins with the right token, if that is known."""
         one = self.pick(pick, of=self.open())
         before, first = len(one.path), [list(chain) for chain in drafts[0]]
-        expected = self.alone(one).following[:n] if one.exact else None
+        expected = self.following(one)[:n] if one.exact else None
         if expected is not None and expected[0] not in {chain[0] for chain in first}:
             first[-1] = [*expected[:2], *first[-1]][:5]
         given = {before + 1 + later: drafts[1], before: first}
@@ -250,9 +266,7 @@ class Certified(RuleBasedStateMachine):
         """Exact and fast requests share steps, and in a small cache take pages from each other."""
         some = list({id(one): one for one in (self.pick(pick, of=self.open()) for pick in picked)}.values())
         how = [{"deterministic": False} if each else {"drafter": drafter, "window": 3} for each in fast]
-        before = [
-            self.alone(one).following[:n] if one.exact and not each else None for one, each in zip(some, fast, strict=False)
-        ]
+        before = [self.following(one)[:n] if one.exact and not each else None for one, each in zip(some, fast, strict=False)]
         streams = [one.branch.stream(n, sampling=ON, keep_pages=True, **each) for one, each in zip(some, how, strict=False)]
         for stream in streams:
             list(stream)
@@ -379,7 +393,7 @@ class CertifiedThoughts(Certified):
     """A model that thinks on its prompts: rejected drafts and forks inherit thoughts and the states that they leave."""
 
     edits = ()
-    truths: ClassVar[dict[Any, Truth]] = {}
+    truths: ClassVar[dict[Any, Any]] = {}
     model: ClassVar[Callable[[], ThinkingDecoder]] = staticmethod(cache(lambda: thinking_model(BASE)))
 
     @classmethod
@@ -405,9 +419,15 @@ class CertifiedThoughts(Certified):
             return cls.plain(tuple(one.path), one.edits)
         key = tuple(one.path), one.along
         if key not in cls.truths:
-            fresh = ThinkingEngine(cls.model(), guess="sequential", cache_tokens=128).prompt(one.path[: one.along], sites=SITES)
-            cls.truths[key] = truth_of(fresh.force(rest) if (rest := one.path[one.along :]) else fresh)
+            cls.truths[key] = truth_of(cls.lone(one))
         return cls.truths[key]
+
+    @classmethod
+    def lone(cls, one: Held) -> Branch:
+        if not one.along:
+            return super().lone(one)
+        fresh = ThinkingEngine(cls.model(), guess="sequential", cache_tokens=128).prompt(one.path[: one.along], sites=SITES)
+        return fresh.force(rest) if (rest := one.path[one.along :]) else fresh
 
     @precondition(lambda self: any(len(one.path) == one.along < 24 for one in self.held))
     @rule(pick=picks, chunks=st.integers(1, 3))
@@ -423,7 +443,7 @@ class CertifiedStates(Certified):
 
     edits = STATE_EDITS
     longest = CHUNK + 32
-    truths: ClassVar[dict[Any, Truth]] = {}
+    truths: ClassVar[dict[Any, Any]] = {}
     model: ClassVar[Callable[[], Any]] = staticmethod(cache(lambda: random_decoder(DeltaNets.config)))
 
     @classmethod
@@ -446,16 +466,7 @@ MACHINES = (Certified, CertifiedThoughts, CertifiedStates)
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("sessions", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_calls_itself_certified_is(machine: type[Certified], sessions: int) -> None:
-    how = settings(
-        max_examples=sessions,
-        stateful_step_count=25,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    how = some(sessions, steps=25, report_multiple_bugs=False, phases=[Phase.generate])
     run_state_machine_as_test(machine, settings=how)
 
 
@@ -464,8 +475,11 @@ WRONG = [[[3, 4], [5], [6, 7, 8]], [[2], [9, 9]]]
 """chains of drafts; most are rejected"""
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("machine", "captured"),
+    [(Certified, False), (CertifiedThoughts, True), (CertifiedStates, True)]
+    + [pytest.param(*slow, marks=pytest.mark.slow) for slow in ((Certified, True), *product(MACHINES[1:], [False]))],
+)
 def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool) -> None:
     """What random sessions find by luck: the ways in which something uncertified could pass for certified."""
     session = machine()

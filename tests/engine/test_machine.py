@@ -463,16 +463,10 @@ class SessionsOnCuda(Sessions):
 HYBRIDS = (GatedConvs, DeltaNets, StateSpaces, SidesAlike)
 
 
-def some(sessions: int, steps: int) -> settings:
+def some(sessions: int, steps: int, **more: Any) -> settings:
     """The same sessions on every run."""
-    return settings(
-        max_examples=sessions,
-        stateful_step_count=steps,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    same: dict[str, Any] = dict(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(max_examples=sessions, stateful_step_count=steps, **same, **more)
 
 
 @pytest.mark.parametrize(

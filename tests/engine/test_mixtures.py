@@ -131,7 +131,7 @@ def test_a_hook_that_changes_the_chosen_experts_is_refused(model: Decoder, name:
 
 def test_the_verbs_of_the_workbench_take_mixtures(model: Decoder) -> None:
     engine, other = Engine(model), [*PROMPT[:5], 50, *PROMPT[6:]]
-    _, cache = engine.run_with_cache(PROMPT)
+    _, cache = engine.run_with_cache(PROMPT, return_cache_object=False)
     assert cache["blocks.1.mlp.hook_expert_indices"].dtype == torch.int64
     assert "blocks.1.mlp.hook_pre" not in cache and "blocks.0.mlp.hook_pre" in cache
     assert len(lens(engine, PROMPT).frame) and len(patch(engine, PROMPT, other, metric=(5, 6)).frame)

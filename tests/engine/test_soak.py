@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from bench import soak
 from replaylens.engine.engine import Engine
-from tests import soak
 from tests.engine.reference import random_decoder
 
 

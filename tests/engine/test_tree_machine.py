@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from replaylens.kernels.cpu_attention import HostRows
 from replaylens.rollouts.plan import rollout_seed
 from tests.engine.passes.test_prefixes import one_page_too_many
 from tests.engine.reference import random_decoder, same_bits
-from tests.engine.test_machine import AnyWindow
+from tests.engine.test_machine import AnyWindow, some
 from tests.toy_model import SHAPE
 
 CONFIG = ModelConfig(**{**SHAPE, "vocab_size": 17, "max_positions": 256, "windows": (0, 9)})
@@ -266,17 +266,7 @@ class Trees(RuleBasedStateMachine):
 
 
 def short(sessions: int, steps: int) -> settings:
-    """The same sessions on every run."""
-    return settings(
-        max_examples=sessions,
-        stateful_step_count=steps,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        report_multiple_bugs=False,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    return some(sessions, steps, report_multiple_bugs=False, phases=[Phase.generate])
 
 
 @pytest.mark.parametrize("sessions", [2, pytest.param(4, marks=pytest.mark.slow)])

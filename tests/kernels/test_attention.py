@@ -35,6 +35,12 @@ class Setting:
         out = torch.full_like(self.q[index][..., : self.v.shape[-1]], float("nan"))
         return attention(self.q[index], self.k, self.v, rows, 0.3, out=out, **{**self.blocks, **options})
 
+    def truth(self, chosen, **options):
+        """Of the given rows, in float64."""
+        wide = (self.q[chosen].double(), self.k.double(), self.v.double())
+        where = (self.rows.sequence[chosen], self.rows.position[chosen], self.rows.page_table, PAGE, 0.3)
+        return reference.attention(*wide, *where, **options)
+
 
 def setting(case, lengths, heads=4, kv_heads=2, d_head=16, seed=0):
     generator = torch.Generator().manual_seed(seed)
@@ -68,11 +74,7 @@ def test_agrees_with_float64(case, softcap, window):
     s = setting(case, lengths(case))
     chosen = some(case)
     got = s.attend(chosen, softcap=softcap, window=window)
-    want = reference.attention(
-        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3, softcap, window,
-    )  # fmt: skip
-    case.close(got, want)
+    case.close(got, s.truth(chosen, softcap=softcap, window=window))
 
 
 @pytest.mark.parametrize("kind, window", covering(["sinks", "slopes"], [0, 19]))
@@ -81,11 +83,7 @@ def test_sinks_and_slopes_take_part_in_the_softmax(case, same, window, kind):
     s, chosen = setting(case, lengths(case) if case.gpu else [37]), some(case)[: 12 if case.gpu else 3]
     given = case.randn(4, seed=9) if kind == "sinks" else case.randn(4, seed=9).float() / 8
     got = s.attend(chosen, **{kind: given}, window=window)
-    want = reference.attention(
-        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3, window=window, **{kind: given.double()},
-    )  # fmt: skip
-    case.close(got, want)
+    case.close(got, s.truth(chosen, window=window, **{kind: given.double()}))
     for split in (True, False):
         same(s.attend(chosen[:1], **{kind: given}, window=window, split=split), got[:1])
     rows = list(range(chosen[0] - 4, chosen[0] + 1))
@@ -111,7 +109,7 @@ def test_sinks_in_a_long_prefill(case, same, d_head):
     assert not torch.equal(attention(s.q, s.k, s.v, rows, 0.3), whole), "control: the sinks matter"
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 19), (0.0, 600)])
+@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), pytest.param(5.0, 19, marks=pytest.mark.slow), (0.0, 600)])
 def test_decode_window_and_prefill_agree(case, same, softcap, window):
     if window == 600 and not case.gpu:
         window = 21  # as many splits in the interpreter's small blocks
@@ -145,11 +143,7 @@ def test_head_sizes(case, same, d_head):
     s = setting(case, [700, 70] if case.gpu else [40, 5], heads, kv_heads, d_head)
     chosen = [699, 0, 701, 511, 512] if case.gpu else [39, 41]
     got = s.attend(chosen)
-    want = reference.attention(
-        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3,
-    )  # fmt: skip
-    case.close(got, want)
+    case.close(got, s.truth(chosen))
     if case.gpu:
         tile = AttentionTile(32, 8, 1) if case.dtype == torch.float32 else AttentionTile(64, 8, 2)
         same(s.attend(per_tile=tile.rows // heads_together(heads, kv_heads, d_head, case.dtype), tile=tile)[chosen], got)
@@ -263,10 +257,7 @@ def test_every_schedule_has_the_same_bits(case, same, heads, rank, rest):
     """Decode, a prefill in tiles and a window cut elsewhere; the values are those of float64."""
     s, chosen = latent(case, heads, rank, rest), some(case)[: 12 if case.gpu else 2]
     got = s.attend(chosen)
-    want = reference.attention(
-        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3,
-    )  # fmt: skip
+    want = s.truth(chosen)
     # a score is one float32 sum over all columns, in their order: at a fixed scale its error grows with their number
     case.close(got, want, slack=max(1.0, (rank + rest) / 256))
     per_tile = rows_per_tile(heads, 1, rank, case.dtype, 64)

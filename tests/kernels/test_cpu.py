@@ -79,7 +79,7 @@ def test_norms_and_log_softmax(width: int) -> None:
 @pytest.mark.parametrize("name", ["exp", "tanh", "erf", "log", "softplus"])
 @np.errstate(all="ignore")
 def test_functions(name: str) -> None:
-    x = torch.cat([EDGES, numbers(4, 3000) * 20, numbers(8, 1000)])
+    x = torch.cat([EDGES, numbers(4, 700) * 20, numbers(8, 300)])
     if name == "log":  # of positive, finite numbers, denormal ones included
         x = x[(x > 0) & (x < math.inf)]
     if name == "erf":  # through the activation that has it
@@ -166,8 +166,8 @@ class Paths:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_attention(name: str) -> None:
     paths, settings = Paths(16), SETTINGS[name]
-    ours = paths.attend(torch.arange(8), **settings)
-    assert same(ours, np.array([[paths.expected(row, head, **settings) for head in range(4)] for row in range(8)]))
+    ours, rows = paths.attend(torch.arange(8), **settings), [*range(8)] if name in ("plain", "all") else [2, 4, 6]
+    assert same(ours[rows], np.array([[paths.expected(row, head, **settings) for head in range(4)] for row in rows]))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 10, 16, 24, 64, 100])

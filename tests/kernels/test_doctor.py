@@ -1,5 +1,6 @@
 """The doctor examines the kernel for many rows wherever it can run, also if too few rows would choose it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Norm
-from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.proof import doctor_cuda
 from replaylens.engine.proof.doctor import Finding
 from replaylens.kernels import attention as paged
@@ -75,17 +75,10 @@ def test_a_norm_that_sees_what_its_rows_are_views_of_is_found(sees_strides: bool
 # ---- recurrences ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [pytest.param("none", marks=pytest.mark.slow), "moved", "many"])
 @torch.no_grad()
-def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = doctor_cuda.CanonicalCudaOps.recur
-
-    def wrong(self: doctor_cuda.CanonicalCudaOps, given: Recurrence, layer: int) -> Tensor:
-        out = honest(self, given, layer)
-        among_many = fault == "many" and self.rows.single and len(out) > 1
-        return out * (1 + 1e-6 * len(out)) if fault == "moved" or among_many else out
-
-    monkeypatch.setattr(doctor_cuda.CanonicalCudaOps, "recur", wrong)
+def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels run once, and pass. Then their outputs are handed out again, wrong in some passes."""
+    ops, kept = doctor_cuda.CanonicalCudaOps, dict[str, list[Tensor]]()
     monkeypatch.setattr(doctor_cuda, "RECURRED", 70)
     monkeypatch.setattr(doctor_cuda.recurrent_rows, "MANY", 5)
     config = decoder("mamba2").config
@@ -93,7 +86,25 @@ def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(fault: str, monk
     few = replace(config.mixer, heads=2, key_heads=1, channels=2 * config.mixer.d_key + 2 * config.mixer.d_value)
     model = random_decoder(replace(config, mixer=few)).to("cuda" if torch.cuda.is_available() else "cpu")
     random = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(model.device)  # noqa: E731
-    found: list[Finding] = []
-    doctor_cuda._recurrence(model, random, found)
-    assert [finding.passed for finding in found] == [fault != "moved", fault != "moved", fault == "none", True]
-    assert [finding.equal for finding in found if finding.control] == [False]
+
+    def keeping(name: str) -> Callable[..., Tensor]:
+        honest, outputs = getattr(ops, name), kept.setdefault(name, [])
+        return lambda self, *given: outputs.append(honest(self, *given)) or outputs[-1]
+
+    def again(name: str, fault: str) -> Callable[..., Tensor]:
+        outputs = iter(kept[name])
+
+        def wrong(self: doctor_cuda.CanonicalCudaOps, *given: object) -> Tensor:
+            out = next(outputs)
+            among_many = fault == "many" and self.rows.single and len(out) > 1
+            return out * (1 + 1e-6 * len(out)) if name == "recur" and (fault == "moved" or among_many) else out
+
+        return wrong
+
+    for fault, passed in (("none", [True] * 3), ("moved", [False] * 3), ("many", [True, True, False])):
+        for name in ("recur", "short_conv"):
+            monkeypatch.setattr(ops, name, again(name, fault) if kept.get(name) else keeping(name))
+        found: list[Finding] = []
+        doctor_cuda._recurrence(model, random, found)
+        assert [finding.passed for finding in found] == [*passed, True], fault
+        assert [finding.equal for finding in found if finding.control] == [False]

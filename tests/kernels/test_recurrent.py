@@ -82,7 +82,7 @@ def test_any_cut_and_any_rollback_has_the_defined_bits(delta: bool, page_size: i
     """Passes of any size, and drafts that are rejected, also across the end of a chunk."""
     expected, states = defined(delta)
     draw, wrong = random.Random(page_size), inputs(50)
-    for _ in range(3):
+    for _ in range(2):
         layer, done = Layer(page_size, delta), 0
         while done < LENGTH:
             end = min(LENGTH, done + draw.choice([1, 1, 2, 7, 63, 64, 65, 130]))

@@ -125,16 +125,14 @@ def test_one_row_needs_no_plan(case):
 
 def test_errors_say_what_is_wrong(case):
     logits = logits_of(case, 2, 8)
-    with pytest.raises(ValueError, match="Unknown routing 'best'"):
-        RouteSpec(2, "best")
-    with pytest.raises(ValueError, match="sparsemixer chooses two experts, not 3"):
-        RouteSpec(3, "sparsemixer")
-    with pytest.raises(ValueError, match=r"logits is torch\.float64"):
-        route(logits.double(), RouteSpec(2))
-    with pytest.raises(ValueError, match="8 experts do not divide into 3 groups"):
-        route(logits, RouteSpec(2, groups=3))
-    with pytest.raises(ValueError, match="5 experts cannot be chosen among 4"):
-        route(logits, replace(RouteSpec(5), groups=2))
-    with pytest.raises(ValueError, match=r"chosen is torch\.int32"):
-        plan(torch.zeros(2, 2, dtype=torch.int32, device=case.device), 8, 16)
+    for call, says in (
+        (lambda: RouteSpec(2, "best"), "Unknown routing 'best'"),
+        (lambda: RouteSpec(3, "sparsemixer"), "sparsemixer chooses two experts, not 3"),
+        (lambda: route(logits.double(), RouteSpec(2)), r"logits is torch\.float64"),
+        (lambda: route(logits, RouteSpec(2, groups=3)), "8 experts do not divide into 3 groups"),
+        (lambda: route(logits, replace(RouteSpec(5), groups=2)), "5 experts cannot be chosen among 4"),
+        (lambda: plan(torch.zeros(2, 2, dtype=torch.int32, device=case.device), 8, 16), r"chosen is torch\.int32"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
     assert route(logits[:0], RouteSpec(2))[0].shape == (0, 2)

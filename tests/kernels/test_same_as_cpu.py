@@ -26,6 +26,8 @@ from tests.kernels.test_recurrent import AT, CHANNELS, LENGTH, Layer, inputs
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 Same = Callable[[Tensor, Tensor], None]
+ENDS = (1, 60, 63, 64, 65)
+"""of passes, around the end of a chunk"""
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
@@ -111,11 +113,13 @@ def test_attention(device: str, cap: float, window: int, more: str, split: bool,
 
 
 @pytest.mark.parametrize(
-    "delta, depth, many",
-    [(True, 4, 1024), (False, 4, 0)]
-    + [pytest.param(*each, marks=pytest.mark.slow) for each in ((True, 32, 1024), (False, 32, 1024), (True, 32, 0))],
+    "delta, depth, many, ends",
+    [(True, 4, 1024, (1, 60, 66)), (False, 4, 0, (1, 64, 65))]
+    + [pytest.param(*each, ENDS, marks=pytest.mark.slow) for each in ((True, 32, 1024), (False, 32, 1024), (True, 32, 0))],
 )
-def test_recurrences(device: str, delta: bool, depth: int, many: int, same: Same, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrences(
+    device: str, delta: bool, depth: int, many: int, ends: tuple[int, ...], same: Same, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Passes that end within a chunk, at its end and beyond it, and single rows, beside the padding of a graph."""
     depth = depth if device == "cpu" else max(16, depth)  # products of a dot on the device
     for module, tile in ((recurrent, "WALK"), (recurrent_rows, "FEW"), (recurrent_rows, "WEIGH")):
@@ -130,7 +134,7 @@ def test_recurrences(device: str, delta: bool, depth: int, many: int, same: Same
     rooms = torch.randperm(len(states), generator=torch.Generator().manual_seed(0)).int()  # of pages: any will do
     entries = entries.view(len(states), 16, -1)[rooms.argsort()].flatten(0, 1)
     memory = RecurrentMemory(entries, states, AT, rooms.to(device), torch.arange(len(states), device=device).int(), 16)
-    for end in (1, 60, 63, 64, 65, length):
+    for end in (*(ENDS if device == "cuda" else ends), length):
         q, k, v, g, beta = (torch.cat([x[done:end], x[:2]]).to(device) for x in given)
         sequence = torch.tensor([0] * (end - done) + [1, 1], dtype=torch.int32, device=device)
         position = torch.tensor([*range(done, end), 0, 0], dtype=torch.int32, device=device)

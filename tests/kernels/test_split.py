@@ -13,7 +13,6 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_rows
-from replaylens.kernels import reference
 from replaylens.kernels.shared import PagedRows, plan_tiles
 from replaylens.kernels.split import split_attention, split_length
 from replaylens.weights import loading
@@ -36,26 +35,20 @@ def attend(s: Setting, chosen: list[int], split: int, per_tile: int = 0, softcap
 def test_agrees_with_float64_for_every_split(case, softcap, window, split):
     s = setting(case, lengths(case))
     chosen = some(case)[:4]
-    want = reference.attention(
-        s.q[chosen].double(), s.k.double(), s.v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3, softcap, window,
-    )  # fmt: skip
-    case.close(attend(s, chosen, split, softcap=softcap, window=window), want)
+    case.close(attend(s, chosen, split, softcap=softcap, window=window), s.truth(chosen, softcap=softcap, window=window))
 
 
 @pytest.mark.parametrize("rest", [0, 6])
 def test_sinks_slopes_and_values_that_are_columns_of_keys(case, rest):
     s = setting(case, lengths(case), heads=6, kv_heads=1 if rest else 2, d_head=13 + rest)
-    chosen, v = some(case)[:2], s.k[..., :13] if rest else s.v
+    chosen = some(case)[:2]
+    s.v = s.k[..., :13] if rest else s.v
     sinks, slopes = case.randn(6, seed=9), case.randn(6, seed=8).float() / 64
-    want = reference.attention(
-        s.q[chosen].double(), s.k.double(), v.double(), s.rows.sequence[chosen], s.rows.position[chosen],
-        s.rows.page_table, PAGE, 0.3, sinks=sinks.double(), slopes=slopes.double(),
-    )  # fmt: skip
+    want = s.truth(chosen, sinks=sinks.double(), slopes=slopes.double())
     block = s.blocks.get("kv_block", 64)
     for split in (1, 100):
         sizes = (0.3, 0.0, 0, PAGE, block, split * block)
-        case.close(split_attention(s.q[chosen], s.k, v, split_rows(s, chosen), *sizes, sinks, slopes), want)
+        case.close(split_attention(s.q[chosen], s.k, s.v, split_rows(s, chosen), *sizes, sinks, slopes), want)
 
 
 def test_tiles_of_several_rows(case):

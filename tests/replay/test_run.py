@@ -26,7 +26,6 @@ from replaylens.replay.run import Run
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.reading import GivenText
 from replaylens.tasks.texts import GivenTexts
-from tests.devices import covering
 from tests.toy_model import Reference, continuation, engine, random_model, scripted_model
 from tests.toy_model import engine as toy_engine
 
@@ -122,20 +121,19 @@ def test_the_batch_does_not_change_a_bit(
             assert_same(mine, yours)
 
 
-def test_every_row_of_every_path_is_the_one_of_the_path_alone(
-    model: Any, words: WordTokenizer, examples: list[Example]
-) -> None:
-    run = replay(model, words, examples, sites=SITES, drafter="tree", max_new=6)
-    for result in run:
+@pytest.fixture(scope="module")
+def drafted(model: Any, words: WordTokenizer, examples: list[Example]) -> Run:
+    """Captured, with wrong drafts."""
+    return replay(model, words, examples, sites=SITES, drafter="lens", max_new=6)
+
+
+def test_every_row_of_every_path_is_the_one_of_the_path_alone(model: Any, drafted: Run) -> None:
+    """Also of rejected paths, from where they left the accepted one."""
+    assert sum(len(result.rejected) for result in drafted) > 5
+    for result in drafted:
         truth = Reference(model, result.tokens, SITES).rows
         assert result.activations.positions() == list(range(len(result.tokens))), "the last token's own row included"
         assert all(torch.equal(result.activations[site], truth[site]) for site in SITES)
-
-
-def test_rejected_paths_carry_rows_of_their_own(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
-    run = replay(model, words, examples, sites=SITES, drafter="lens", max_new=6)
-    assert sum(len(result.rejected) for result in run) > 5
-    for result in run:
         for path in result.rejected:
             at = path.fork_position
             assert result.num_prompt <= at < len(path.tokens)
@@ -150,17 +148,14 @@ def test_rows_of_rejected_paths_only_on_request(model: Any, words: WordTokenizer
     assert [result.rejected for result in run] == [[], [], []] and run.acceptance < 1
 
 
-@pytest.mark.parametrize("drafter, window", covering(["self", "lens", "tree", "ngram"], [None, 1, 3]))
-def test_the_drafter_changes_no_result(
-    model: Any, words: WordTokenizer, examples: list[Example], drafter: str, window: int | None
-) -> None:
-    plain = replay(model, words, examples[:4], sampling=HOT, sites=["blocks.1.hook_out"], drafter="ngram", max_new=6)
-    drafted = replay(
-        model, words, examples[:4], sampling=HOT, sites=["blocks.1.hook_out"], drafter=drafter, window=window, max_new=6
-    )
-    for mine, yours in zip(plain, drafted, strict=True):
-        assert mine.tokens == yours.tokens
-        assert torch.equal(mine.activations["blocks.1.hook_out"], yours.activations["blocks.1.hook_out"])
+def test_the_drafter_changes_no_result(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
+    how: dict[str, Any] = dict(sampling=HOT, sites=["blocks.1.hook_out"], max_new=6)
+    plain = replay(model, words, examples[:4], drafter="ngram", window=1, **how)
+    for drafter, window in (("self", None), ("lens", 1), ("tree", 3), ("ngram", None)):
+        drafted = replay(model, words, examples[:4], drafter=drafter, window=window, **how)
+        for mine, yours in zip(plain, drafted, strict=True):
+            assert mine.tokens == yours.tokens
+            assert torch.equal(mine.activations["blocks.1.hook_out"], yours.activations["blocks.1.hook_out"])
 
 
 # ---- draws -----------------------------------------------------------------------------------------------------------
@@ -217,14 +212,13 @@ def test_accuracy_and_acceptance(words: WordTokenizer) -> None:
     assert repr(run) == f"Run(12 examples, {sum(right) / 12:.1%} correct, 100.0% of drafts accepted)"
 
 
-def test_statistics_of_a_run(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
-    run = replay(model, words, examples, drafter="lens", sites="S", max_new=6)
-    for result in run:
+def test_statistics_of_a_run(drafted: Run) -> None:
+    for result in drafted:
         assert result.statistics.drafted == result.statistics.accepted + result.statistics.rejected
         assert result.statistics.tokens == len(result.tokens) - result.num_prompt
         assert result.statistics.rejected == sum(len(r.tokens) - r.fork_position for r in result.rejected)
-    drafted = sum(r.statistics.drafted for r in run)
-    assert run.acceptance == sum(r.statistics.accepted for r in run) / drafted
+    number = sum(r.statistics.drafted for r in drafted)
+    assert drafted.acceptance == sum(r.statistics.accepted for r in drafted) / number
 
 
 def test_an_empty_run(model: Any, words: WordTokenizer) -> None:
@@ -232,10 +226,9 @@ def test_an_empty_run(model: Any, words: WordTokenizer) -> None:
     assert len(run) == 0 and list(run) == [] and math.isnan(run.accuracy) and math.isnan(run.acceptance)
 
 
-def test_the_tree_shows_a_path_and_its_rejected_drafts(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
-    run = replay(model, words, examples[:3], drafter="lens", max_new=6, sites="S")
-    for i, result in enumerate(run):
-        lines = str(run.tree(i)).splitlines()
+def test_the_tree_shows_a_path_and_its_rejected_drafts(drafted: Run) -> None:
+    for i, result in enumerate(drafted):
+        lines = str(drafted.tree(i)).splitlines()
         assert lines[0].startswith(f"#{result.branch} ") and f".{result.num_prompt}" in lines[0]
         assert len(lines) == 1 + len(result.rejected)
         assert all(
@@ -246,14 +239,13 @@ def test_the_tree_shows_a_path_and_its_rejected_drafts(model: Any, words: WordTo
 # ---- what a run leaves behind and refuses ----------------------------------------------------------------------------
 
 
-def test_a_run_gives_all_its_pages_back(model: Any, words: WordTokenizer, examples: list[Example]) -> None:
+def test_a_run_gives_all_its_pages_back(drafted: Run) -> None:
     """The results keep their rows. The engine keeps no branches, and no pages except for its prefix index."""
-    run = replay(model, words, examples, drafter="tree", sites="S", max_new=6)
-    subject = run.engine
+    subject = drafted.engine
     assert subject.loop.lanes == {}
     subject.prefix.clear()
     assert subject.runner.pool.num_free == subject.runner.pool.num_pages
-    assert all(subject.tree.branch(r.branch).status is BranchStatus.RELEASED for r in run)
+    assert all(subject.tree.branch(r.branch).status is BranchStatus.RELEASED for r in drafted)
 
 
 def test_a_run_that_fails_gives_its_pages_back_too(words: WordTokenizer, examples: list[Example]) -> None:
@@ -316,7 +308,7 @@ def test_an_answer_in_capitals_counts() -> None:
     assert _last_word(" tails.") != "heads" and _last_word("...") == ""
 
 
-@pytest.mark.parametrize("drafter", ["lens", pytest.param("ngram", marks=pytest.mark.slow), "tree"])
+@pytest.mark.parametrize("drafter", ["tree", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("lens", "ngram"))])
 def test_a_batch_of_any_lengths_is_generated_together(
     model: Any, words: WordTokenizer, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from typer.testing import CliRunner
 
@@ -42,6 +41,7 @@ from replaylens.weights.opening import GUESSES, Guess
 from tests.devices import DEVICES, with_devices
 from tests.engine.coin_engine import PROMPT
 from tests.engine.reference import same_bits
+from tests.engine.test_machine import some
 from tests.thinking.reference import (
     EOS,
     PAD,
@@ -55,7 +55,8 @@ from tests.thinking.reference import (
 )
 
 CHUNKS = (1, 4, 7, 22)
-"""lengths of the prompts; the last one exceeds the first block of keys"""
+"""lengths of the prompts; the last one exceeds the first block of keys, for backbones that differ by the keys they see"""
+DIFFER = ("rotary", "windows")
 KEPT: dict[str, Any] = {"sites": "STCZ", "keep_rejected": True, "full": True}
 
 
@@ -63,7 +64,7 @@ class Subject:
     """A model under test with its slow reference."""
 
     def __init__(self, name: str, device: str) -> None:
-        self.model = thinking_model(SHAPES[name]).to(device)
+        self.model, self.chunks = thinking_model(SHAPES[name]).to(device), CHUNKS if name in DIFFER else CHUNKS[:3]
         self.reference = ThinkingReference(self.model)
         self.truth: Callable[[tuple[int, ...]], Truth] = cache(self.reference.run)
 
@@ -71,7 +72,7 @@ class Subject:
         return ThinkingEngine(self.model, **options)
 
     def prompts(self) -> list[list[int]]:
-        return [random_prompt(n, seed=n) for n in CHUNKS]
+        return [random_prompt(n, seed=n) for n in self.chunks]
 
     def broken(self, branches: list[ThinkingBranch]) -> list[str]:
         return [f"{what}, branch {b.id}" for b in branches for what in differences(b, self.truth(tuple(b.tokens)))]
@@ -88,7 +89,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return subject_of(*request.param)
 
 
-@pytest.fixture(params=with_devices(tuple(SHAPES), slow=tuple(name for name in SHAPES if name not in ("rotary", "windows"))))
+@pytest.fixture(params=with_devices(tuple(SHAPES), slow=tuple(name for name in SHAPES if name not in DIFFER)))
 def fewer(request: pytest.FixtureRequest) -> Subject:
     """The same, where backbones differ by the keys that they see; the others are slow."""
     return subject_of(*request.param)
@@ -122,7 +123,7 @@ def test_no_chunk_no_page_and_no_neighbour_changes_anything(plain: Subject, cut:
     page_size, max_rows = cut
     for guess in GUESSES:
         engine = plain.engine(page_size=page_size, max_rows=max_rows, guess=guess, canary=True)
-        paths = plain.prompts()[: 3 if guess == "sequential" else 4]  # there, every chunk of the longest is a round
+        paths = plain.prompts()[: 4 if guess == "empty" else 3]
         alone = [engine.prompt(path, **KEPT) for path in paths]
         together = engine.prompts(paths[::-1], **KEPT)[::-1]
         assert plain.broken([*alone, *together]) == []
@@ -169,27 +170,7 @@ def test_what_is_generated_follows_from_prompt_and_states(fewer: Subject) -> Non
         assert not branch.activations["thinking.tokens"][len(path) :].ge(0).any()
 
 
-def test_forks_and_rollbacks_leave_no_mark(plain: Subject) -> None:
-    engine, draw, path = plain.engine(page_size=4), random.Random(0), random_prompt(7, seed=7)
-    branch = engine.prompt(path, **KEPT)
-    for _ in range(8):
-        (child,) = branch.fork(at=draw.randrange(1, branch.length + 1))
-        child.force([draw.randrange(29) for _ in range(draw.randrange(1, 9))]).generate(3)
-        states = {
-            i: x for i, x in plain.truth(tuple(path)).states.items() if 3 * i <= engine.tree.branch(child.id).fork_position
-        }
-        truth = plain.reference.run(child.tokens, states)
-        assert same_bits(child.kv(), truth.kv[: child.lane.computed])
-        assert same_bits(child.activations["blocks.2.hook_in"], truth.sites["blocks.2.hook_in"][: child.activations.end])
-        branch.generate(draw.randrange(1, 5))
-        branch.rollback(len(path))
-        assert plain.broken([branch]) == []
-        if draw.random() < 0.5:
-            child.release()
-    engine.check_integrity()
-
-
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_past_leaves_the_bits_of_path_and_edits_alone(plain: Subject, seed: int) -> None:
     """Random forks, edits, extensions, answers and rollbacks: each branch equals a prompt on a fresh engine."""
     draw = random.Random(seed)
@@ -243,7 +224,7 @@ def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
 
 def test_preemption_leaves_no_mark(plain: Subject) -> None:
     """The cache holds one and a half prompts: pages are taken in the middle of rounds, and rows are recomputed."""
-    for guess in GUESSES:
+    for guess in GUESSES[1:]:
         engine = plain.engine(cache_tokens=112, page_size=4, guess=guess, max_rows=32)
         branches = engine.prompts([*plain.prompts(), *plain.prompts()[::-1]], **KEPT)
         for branch in branches:
@@ -293,8 +274,7 @@ def test_thinkers_that_outgrow_the_cache_together(sessions: int) -> None:
     class Counted(Thinkers):
         preemptions = 0
 
-    few = {"max_examples": sessions, "stateful_step_count": 3, "derandomize": True, "database": None, "deadline": None}
-    run_state_machine_as_test(Counted, settings=settings(**few, suppress_health_check=list(HealthCheck)))
+    run_state_machine_as_test(Counted, settings=some(sessions, steps=3))
     assert Counted.preemptions >= 2 * sessions, "control: thinking and answering requests lost their pages to others"
 
 
@@ -414,16 +394,15 @@ def test_drafts_that_nobody_can_think(plain: Subject, thought: tuple[int, ...], 
 
 def test_other_requests_that_cannot_be(plain: Subject) -> None:
     engine = plain.engine()
-    with pytest.raises(BadRequest, match="guess='magic'"):
-        engine.prompt([5, 6, 7], guess="magic")
-    with pytest.raises(BadRequest, match="guess='drafted'"):
-        engine.prompt([5, 6, 7], drafts=[(EOS,)])
-    with pytest.raises(BadEdit, match="captured but not edited"):
-        engine.prompt([5, 6, 7], edits=[Edit("thinking.tokens", "zero")])
-    with pytest.raises(BadEdit, match="Use an Edit"):
-        engine.prompt([5, 6, 7], hooks=[("thinking.state", lambda value, hook: value)])
-    with pytest.raises(BadEdit, match="steps 0 to 3"):
-        engine.thought_place("thinking.hook_out", 1, 4)
+    for error, call, says in (
+        (BadRequest, lambda: engine.prompt([5, 6, 7], guess="magic"), "guess='magic'"),
+        (BadRequest, lambda: engine.prompt([5, 6, 7], drafts=[(EOS,)]), "guess='drafted'"),
+        (BadEdit, lambda: engine.prompt([5, 6, 7], edits=[Edit("thinking.tokens", "zero")]), "captured but not edited"),
+        (BadEdit, lambda: engine.prompt([5, 6, 7], hooks=[("thinking.state", lambda value, hook: value)]), "Use an Edit"),
+        (BadEdit, lambda: engine.thought_place("thinking.hook_out", 1, 4), "steps 0 to 3"),
+    ):
+        with pytest.raises(error, match=says):
+            call()
     assert engine.loop.lanes == {}
 
 
@@ -611,7 +590,7 @@ def test_a_refused_prompt_of_a_thinker_leaves_no_branch() -> None:
 def test_a_thinker_pads_what_is_run_with_a_cache() -> None:
     thinker = Engine.load("coin-thinking")
     text = "A coin's state is heads. Alice flips, then Bob flips. What's the state? A:"
-    logits, cache = thinker.run_with_cache(text, names_filter="blocks.0.hook_in")
+    logits, cache = thinker.run_with_cache(text, names_filter="blocks.0.hook_in", return_cache_object=False)
     assert logits.shape[1] == cache["blocks.0.hook_in"].shape[1] == thinker.prompt(text).length
 
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NonFinite
 from replaylens.engine.loop.lane import Job
-from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.serving.branch import Branch
+from tests.engine.test_machine import some
 from tests.toy_model import VOCAB, Reference, continuation, engine, toy, watch_passes
 
 PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9, 10], [11, 12]]
@@ -77,17 +76,6 @@ def test_every_step_decodes_all_of_them_in_one_fast_pass() -> None:
     assert [job.generated for job in jobs[2:]] == [9, 9], "a token in every step"
     subject.forest.wait(jobs)
     assert right(branches[0], PROMPTS[0], 33) and right(branches[1], PROMPTS[1], 33)
-
-
-def test_between_steps_nobody_sees_a_draft() -> None:
-    subject = engine()
-    (branch,) = subject.prompts(PROMPTS[:1])
-    job, truth = submit(branch, 20, window=8), continuation(toy(), PROMPTS[0], 20)
-    while not job.done:
-        subject.loop.step()
-        assert DRAFT not in branch.record.states and branch.generated == truth[: len(branch.generated)]
-        subject.check_integrity()
-        assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
 
 
 def test_a_request_that_comes_later_is_soon_verified_with_the_others() -> None:
@@ -269,14 +257,7 @@ class Mixes(RuleBasedStateMachine):
         assert not getattr(self, "running", [])
 
 
-Mixes.TestCase.settings = settings(
-    max_examples=14,
-    stateful_step_count=20,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+Mixes.TestCase.settings = some(sessions=8, steps=20)
 TestMixes = Mixes.TestCase
 
 

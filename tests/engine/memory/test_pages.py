@@ -1,7 +1,5 @@
 """`PagePool` against a naive model that writes real contents into simulated pages. Each fault is found by name."""
 
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -185,7 +183,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 
 def filled(pool: PagePool, length: int) -> PageTable:
@@ -218,31 +216,6 @@ def test_a_wholly_overwritten_shared_page_is_replaced_without_a_copy() -> None:
     child = pool.fork(table)
     assert pool.reserve(child, 4, 8) == []
     assert child.pages == [1, 3]
-
-
-def test_what_lies_behind_the_range_is_carried_too() -> None:
-    pool = PagePool(6, 4)
-    table = filled(pool, 7)
-    child = pool.fork(table)
-    assert pool.reserve(child, 4, 5) == [PageCopy(2, 3, 3, 4)]
-    assert child.length == 7
-
-
-def test_an_empty_range_touches_nothing() -> None:
-    pool = PagePool(1, 4)
-    table = filled(pool, 4)
-    child = pool.fork(table)
-    assert pool.reserve(child, 4, 4) == pool.reserve(child, 2, 2) == []
-    assert child.pages == table.pages
-
-
-def test_lengths_always_fit_the_pages() -> None:
-    pool = PagePool(4, 4)
-    table = filled(pool, 5)
-    pool.truncate(table, 4)  # exactly at the end of a page: the second page is freed
-    assert (table.pages, pool.num_free) == ([1], 3)
-    pool.truncate(table, 0)
-    assert (table.pages, table.length, table.closed, pool.num_free) == ([], 0, False, 4)
 
 
 def test_freed_pages_come_back_lowest_first_whatever_the_order_of_freeing() -> None:
@@ -317,16 +290,6 @@ def test_reads_and_writes_use_one_translation() -> None:
     assert pool.slots(table, 5, 5) == []
 
 
-def test_the_others_keep_their_length_when_one_is_rolled_back() -> None:
-    pool = PagePool(20, 4)
-    tables = [filled(pool, length) for length in (7, 8, 9)]
-    pool.truncate(tables[1], 5)
-    pool.truncate(tables[2], 9)  # all accepted: nothing to cut
-    assert [table.length for table in tables] == [7, 5, 9]
-    assert [len(table.pages) for table in tables] == [2, 2, 3]
-    pool.check_integrity(tables)
-
-
 def test_a_rolled_back_bonus_token_leaves_no_kv() -> None:
     pool = PagePool(6, 4)
     memory, table = Memory(pool), filled(pool, 9)
@@ -360,56 +323,29 @@ def test_a_page_cannot_be_freed_twice() -> None:
 # Our own bugs are found and named
 
 
-def faulty(pool: PagePool, table: PageTable, fault: str) -> None:
-    if fault == "count up":
-        pool._refcounts[2] += 1
-    elif fault == "count down":
-        pool._refcounts[2] = 0
-    elif fault == "null owned":
-        pool._refcounts[0] = 1
-    elif fault == "free used":
-        pool._free.append(2)
-    elif fault == "free twice":
-        pool._free.append(6)
-    elif fault == "free null":
-        pool._free.append(0)
-    elif fault == "leak":
-        pool._free.remove(6)
-    elif fault == "swap in":
-        table.pages[0] = 5
-    elif fault == "outside":
-        table.pages[0] = 7
-    elif fault == "twice":
-        table.pages[0] = 2
-    elif fault == "length":
-        table.length -= 2
-    elif fault == "closed":
-        table.closed = True
+FAULTS: dict[str, Callable[[PagePool, PageTable], object]] = {
+    "Page 2: reference count 2, but 1 references found": lambda pool, table: pool._refcounts.__setitem__(2, 2),
+    "Free list: page 2 has reference count 0 but is not listed": lambda pool, table: pool._refcounts.__setitem__(2, 0),
+    "The null page 0 has 1 references": lambda pool, table: pool._refcounts.__setitem__(0, 1),
+    "Free list: page 2 has reference count 1": lambda pool, table: pool._free.append(2),
+    "Free list: page 6 occurs 2 times": lambda pool, table: pool._free.append(6),
+    "Free list: page 0 is outside 1..6": lambda pool, table: pool._free.append(0),
+    "Free list: page 6 has reference count 0 but is not listed": lambda pool, table: pool._free.remove(6),
+    "Page 1: reference count 1, but 0 references found": lambda pool, table: table.pages.__setitem__(0, 5),
+    "Table 0: entry 0 is page 7, outside 1..6": lambda pool, table: table.pages.__setitem__(0, 7),
+    "Table 0: page 2 occurs 2 times": lambda pool, table: table.pages.__setitem__(0, 2),
+    "Table 0: length 3 with 3 pages of 2": lambda pool, table: setattr(table, "length", 3),
+    "Table 0 is closed but has 3 pages and length 5": lambda pool, table: setattr(table, "closed", True),
+}
 
 
-@pytest.mark.parametrize(
-    "fault, text",
-    [
-        ("count up", "Page 2: reference count 2, but 1 references found"),
-        ("count down", "Free list: page 2 has reference count 0 but is not listed"),
-        ("null owned", "The null page 0 has 1 references"),
-        ("free used", "Free list: page 2 has reference count 1"),
-        ("free twice", "Free list: page 6 occurs 2 times"),
-        ("free null", "Free list: page 0 is outside 1..6"),
-        ("leak", "Free list: page 6 has reference count 0 but is not listed"),
-        ("swap in", "Page 1: reference count 1, but 0 references found"),
-        ("outside", "Table 0: entry 0 is page 7, outside 1..6"),
-        ("twice", "Table 0: page 2 occurs 2 times"),
-        ("length", "Table 0: length 3 with 3 pages of 2"),
-        ("closed", "Table 0 is closed but has 3 pages and length 5"),
-    ],
-)
-def test_a_fault_is_named(fault: str, text: str) -> None:
+@pytest.mark.parametrize("said", FAULTS)
+def test_a_fault_is_named(said: str) -> None:
     pool = PagePool(6, 2)
     table, other = filled(pool, 5), filled(pool, 3)
     pool.check_integrity([table, other])
-    faulty(pool, table, fault)
-    with pytest.raises(IntegrityError, match=text):
+    FAULTS[said](pool, table)
+    with pytest.raises(IntegrityError, match=said):
         pool.check_integrity([table, other])
 
 
@@ -479,21 +415,6 @@ def test_a_forgotten_table_or_retainer_is_found() -> None:
         pool.check_integrity([table])
     with pytest.raises(IntegrityError, match="Page 1: reference count 2, but 1"):
         pool.check_integrity([], retained=[1])
-
-
-def test_fork_of_4k_positions_copies_no_page_and_is_quick() -> None:
-    pool = PagePool(600, 16)
-    table = filled(pool, 4096 + 5)
-    num_free, seconds, children = pool.num_free, [], []
-    for _ in range(51):
-        begin = time.perf_counter()
-        children.append(pool.fork(table))
-        seconds.append(time.perf_counter() - begin)
-    assert pool.num_free == num_free
-    assert all(child.pages == table.pages for child in children)
-    assert statistics.median(seconds) < 0.005
-    [copy] = pool.reserve(children[0], 4101, 4102)  # only the tail page, on its first write
-    assert copy.num_slots == 5
 
 
 def test_pages_are_one_line_per_table() -> None:
@@ -720,22 +641,6 @@ def test_captures_survive_that_their_kv_is_dropped_and_computed_again() -> None:
     assert branch.lane.table.pages[: len(before)] != before, "control: the KV did move"
     assert all(torch.equal(branch.activations[site][: len(rows[site])], rows[site]) for site in SITES)
     assert_canonical(branch)
-
-
-def test_a_prefix_cache_hit_changing_bits() -> None:
-    """A request whose prefix is cached has the tokens and KV of one that computes it."""
-    path = [(3 * i) % VOCAB for i in range(37)]
-    subject = engine()
-    subject.prompt(path).generate(5)
-    for n in (5, 16, 17, 36, 37):
-        hit = subject.prompt(path[:n])
-        fresh = engine().prompt(path[:n])
-        shared = [page for page in hit.lane.table.pages if subject.runner.pool.refcount(page) > 1]
-        assert len(shared) >= (n - 1) // 4 > 0, "control: it is a hit"
-        assert torch.equal(hit.kv(), fresh.kv())
-        hit.generate(8), fresh.generate(8)
-        assert hit.tokens == fresh.tokens and torch.equal(hit.kv(), fresh.kv())
-        assert_canonical(hit)
 
 
 def test_a_private_copy_of_a_page_without_its_last_row() -> None:

@@ -103,30 +103,14 @@ def in_bridge(name: str, site: str) -> bool:
 
 
 @families
-def test_every_site_is_the_bridges(name: str) -> None:
-    """Each site of the table, S, T, C and all finer ones, equals the bridge's activation of that name."""
-    sites = [site for site in table(decoder(name).config).sites if in_bridge(name, site)]
-    wrong = {site: error for site in sites if not (error := compare(name, site, site)) < TOLERANCE}
-    assert wrong == {}
-
-
-@families
-def test_every_alias_is_the_bridges(name: str) -> None:
-    """A legacy name resolves to the site that holds what the bridge gives under that legacy name."""
-    sites = table(decoder(name).config)
+def test_every_name_is_the_bridges(name: str) -> None:
+    """Each site, S, T, C and all finer ones, under its own name, its legacy names and second names of its value."""
+    sites, layers = table(decoder(name).config), decoder(name).config.num_layers
     aliases = [alias for site in sites.sites.values() for alias in site.aliases]
-    assert len(aliases) == len(set(aliases)) > 7 * decoder(name).config.num_layers
-    wrong = {a: error for a in aliases if not (error := compare(name, sites.resolve(a), a)) < TOLERANCE}
-    assert wrong == {}
-
-
-@families
-def test_both_sides_of_a_module_are_the_bridges(name: str) -> None:
-    """A second name of a value resolves to the site that holds what the bridge gives under that name."""
-    sites = table(decoder(name).config)
-    assert len(sites.same) >= 8 * decoder(name).config.num_layers + 2
+    assert len(aliases) == len(set(aliases)) > 7 * layers and len(sites.same) >= 8 * layers + 2
     assert not set(sites.same) & {*sites.sites, *sites.aliases}
-    wrong = {a: error for a in sites.same if not (error := compare(name, sites.resolve(a), a)) < TOLERANCE}
+    names = [*(site for site in sites.sites if in_bridge(name, site)), *aliases, *sites.same]
+    wrong = {a: error for a in names if not (error := compare(name, sites.resolve(a), a)) < TOLERANCE}
     assert wrong == {}
     shifted = {a: sites.resolve(b) for a, b in zip(sites.same, [*sites.same][1:], strict=False)}
     assert any(
@@ -228,8 +212,10 @@ def test_table_lists_what_a_pass_comes_by(name: str) -> None:
     """The table lists the sites that a tap sees, in the same order and with the same shapes."""
     sites = table(decoder(name).config)
     assert sites.in_order() == list(captured(name)) and set(sites.in_order()) == set(sites.sites)
-    names, lens = sites.select(list(captured(name)))
-    assert set(names) == set(captured(name)) and not lens
+    seen = list(captured(name))
+    names, lens = sites.select(seen)
+    assert set(names) == set(seen) and not lens
+    assert list(sites.select("STC")[0]) == sorted(sites.select("STC")[0], key=seen.index)
     for site, value in captured(name).items():
         keys = (LENGTH,) if site.endswith(KEY_SITES) else ()
         shape = sites.sites[site].shape
@@ -247,14 +233,6 @@ def test_sites_come_in_the_order_of_a_pass(names: tuple[str, ...]) -> None:
             whole = subject.runner.whole([3, 4, 5], (), tap)
             subject.model.logits(whole.residual, subject.runner.head_ops(), tap)
         assert list(tap.values) == subject.sites.in_order(), name
-
-
-@families
-def test_letters_come_in_the_order_of_the_pass(name: str) -> None:
-    """`select` returns sites in the order of the pass."""
-    names, _ = table(decoder(name).config).select("STC")
-    seen = list(captured(name))
-    assert list(names) == sorted(names, key=seen.index)
 
 
 def llama() -> SiteTable:

@@ -87,7 +87,7 @@ def test_page_table_and_write_index_disagreeing() -> None:
 def test_an_unrelated_prefill_of_9_or_10_tokens_changing_a_neighbours_bits() -> None:
     """Whatever is prefilled beside it, a decoding row keeps its bits."""
     truth = Reference(toy(), [1, 2, 3, *continuation(toy(), [1, 2, 3], 3)])
-    for n in (*range(1, 20), 31, 32, 33, 63, 64, 65):
+    for n in (1, 2, 9, 10, 15, 16, 17, 33, 64, 65):
         subject = engine()
         branch, beside = (
             subject.prompt([1, 2, 3]),
@@ -129,7 +129,7 @@ def test_a_scale_over_co_batched_tokens() -> None:
     assert not torch.equal(rows_beside(5, True), rows_beside(60, True)), "control"
 
 
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 32, 33, 47])
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 33])
 def test_exactly_the_rows_of_a_request_are_captured(n: int) -> None:
     subject = engine()
     path = [(11 * i + 1) % VOCAB for i in range(n)]

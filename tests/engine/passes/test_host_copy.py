@@ -143,12 +143,6 @@ def test_small_groups_travel_together(monkeypatch):
     assert sent == [[4000, 32], [32]] and block["f"].eq(2).all(), "a tiny one goes with its neighbour, and only one"
 
 
-def test_a_host_copy_that_was_made_in_inference_mode_serves_passes_outside_of_it():
-    with torch.inference_mode():
-        host_copy = HostCopy("cpu", SMALLEST_RING)
-    assert torch.equal(host_copy.send(groups(0))["a"], groups(0)[0][1][0])
-
-
 def test_its_end_carries_what_was_sent(monkeypatch):
     """As at the end of the process: rows under way arrive, and no thread is left within a call."""
     carry = transfer._carry

@@ -65,15 +65,6 @@ def test_prompts_that_overflow(poisoned: Engine, prompt: list[int]) -> None:
     assert poisoned.loop.lanes == {} and len(poisoned.prefix) == 0 and poisoned.runner.pool.num_free == free
 
 
-def test_a_neighbour_of_one_row_fails_alone(poisoned: Engine) -> None:
-    """Two one-row requests share a pass: the error names the bad one, and the good one continues to its own bits."""
-    good, bad = poisoned.prompts([[1, 2, 3], [4, 5, 6]])
-    with pytest.raises(NonFinite):
-        poisoned.force_all([good, bad], [[8], [BAD]])
-    assert bad.tokens == [4, 5, 6] and good.tokens == [1, 2, 3, 8]
-    assert torch.equal(good.kv(), Reference(poisoned.model, good.tokens).kv)
-
-
 def test_one_request_with_nan_failing_its_neighbours(poisoned: Engine) -> None:
     good, bad = poisoned.prompts([[1, 2, 3], [4, 5, 6]])
     truth = continuation(poisoned.model, [1, 2, 3], 8)

@@ -18,7 +18,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof import certificates
 from tests.toy_model import random_model
 
-PATH = [(i * i * 7 + i) % 61 for i in range(110)]
+PATH = [(i * i * 7 + i) % 61 for i in range(75)]
 WIDE: dict[str, dict[str, int]] = {
     "as wide as SmolLM2": dict(d_model=576, num_heads=9, num_kv_heads=3, d_head=64, d_mlp=1536),
     "4096 inputs": dict(d_model=4096, num_heads=2, num_kv_heads=1, d_head=32, d_mlp=48, num_layers=1),
@@ -39,7 +39,7 @@ def main(folder: Path, shapes: list[str]) -> dict[str, Any]:
 
 def dump(engine: Engine, folder: Path) -> str:
     """A dump as `replaylens demo` writes it, with fewer stories."""
-    stories = tasks.get("coin")(flips=(1, 6), rendering="steps").examples(6)
+    stories = tasks.get("coin")(flips=(1, 6), rendering="steps").examples(3)
     run = engine.replay(stories, sites="STCZ", drafter="model", window=4, progress=False)
     return str(run.save(folder / "dump").digest)
 
@@ -49,7 +49,7 @@ def rows(model: Decoder, different: list[str]) -> str:
     truth, before = digest(Engine(model).prompt(PATH, sites="STCZ")), torch.get_num_threads()
     company = Engine(model, max_rows=65).prompts([PATH[::-1], PATH, PATH[:7]], sites="STCZ")[1]
     pieces = Engine(model, page_size=4).prompt(PATH[:20], sites="STCZ")
-    for start, end, count in ((20, 75, 2 if before == 1 else 1), (75, 110, before + 1)):
+    for start, end, count in ((20, 55, 2 if before == 1 else 1), (55, 75, before + 1)):
         torch.set_num_threads(count)
         pieces.force(PATH[start:end])
     torch.set_num_threads(before)

@@ -163,7 +163,7 @@ def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject)
     assert sampling.choose(lowered, path, 1) == drawn
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, pytest.param(1.0, marks=pytest.mark.slow), 2.0])
 def test_draws_are_distributed_like_the_softmax(temperature: float) -> None:
     """Over positions of one seed, and over seeds of one position. The seeds are fixed, so the p-value is a constant."""
     logits = np.asarray([0.3, -1.0, 1.2, 0.0, 0.9, -0.4], dtype=np.float32)
@@ -245,7 +245,7 @@ def test_repetition_counts_the_prompt_and_presence_does_not() -> None:
 def drawable(sampling: Sampling, logits: Sequence[float]) -> set[int]:
     """All tokens that are drawn by some seed."""
     values = np.asarray(logits, dtype=np.float32)
-    seeds = range(600)
+    seeds = range(300)
     return {Sampling(**{**vars(sampling), "seed": seed}).choose(values, [0], 1) for seed in seeds}
 
 
@@ -438,13 +438,3 @@ def test_penalties_forget_a_token_that_was_rolled_back(penalty: dict[str, float]
         branch.rollback(3).force(others)
         assert branch.generate(1, sampling=sampling).generated[-1] == 30, (generated, forced)
         assert fork.force(others).generate(1, sampling=sampling).generated[-1] == 30, "and on a fork from before it"
-
-
-def test_generating_in_pieces_is_generating_at_once() -> None:
-    """Stop strings, penalties and draws depend on the path, not on the call."""
-    sampling = Sampling(temperature=0.8, seed=2, presence_penalty=0.5, stop=("5 1",))
-    at_once = engine().prompt([1, 2]).generate(20, sampling=sampling)
-    pieces = engine().prompt([1, 2])
-    while pieces.length < at_once.length:
-        pieces.generate(min(3, at_once.length - pieces.length), sampling=sampling)
-    assert pieces.tokens == at_once.tokens and pieces.finish_reason == at_once.finish_reason

@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, ClosedBranch, EngineError, OutOfPages
-from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, ClosedBranch, OutOfPages
+from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchStatus, TokenState
 from replaylens.engine.request.capture import Chunk, Recording
 from replaylens.engine.request.edits import Edit
@@ -20,7 +19,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.request import Stream
 from tests.devices import covering
-from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
+from tests.toy_model import Reference, continuation, engine, random_model, toy, watch_passes
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 EDIT = Edit("blocks.0.hook_in", "add", torch.linspace(-1, 1, 32), positions=4)
@@ -41,14 +40,6 @@ def assert_complete(branch: Branch) -> None:
         assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)), site
     unknown = rows["Z.emitted"].isnan().all(-1).tolist()
     assert unknown == [p + 1 == branch.length for p in range(len(unknown))]
-
-
-def test_asking_for_z_drops_no_row() -> None:
-    subject = engine()
-    plain, read = subject.prompt(PROMPT, sites="S"), subject.prompt(PROMPT, sites="STCZ")
-    assert len(plain.activations[S]) == len(read.activations[S]) == len(read.activations["Z.kl"]) == 9
-    assert torch.equal(plain.activations[S], read.activations[S])
-    assert read.activations["Z.emitted"][-1].isnan().all() and not read.activations["Z.emitted"][:-1].isnan().any()
 
 
 STORIES: dict[str, Callable[[Branch], Branch]] = {
@@ -99,16 +90,6 @@ def test_a_recording_in_hand_is_completed_with_the_branch() -> None:
     assert fork.activations is held and held.end == 9
     branch.generate(2)
     assert branch.activations is rows and rows.end == 10
-
-
-def test_rows_of_a_fork_of_a_rejected_draft() -> None:
-    subject = engine()
-    branch = subject.prompt(PROMPT, sites="STCZ", keep_rejected=True).generate(8, drafter="tree", window=4)
-    rejected = branch.rejected[0]
-    assert rejected.activations.positions() == list(range(rejected.record.fork_position, rejected.length))
-    (fork,) = rejected.fork()
-    assert_complete(fork)
-    subject.check_integrity()
 
 
 def test_rows_that_are_there_are_not_computed_again() -> None:
@@ -184,17 +165,6 @@ def test_kv_of_a_preempted_rejected_draft() -> None:
     crowd_out(subject, rejected)
     assert torch.equal(rejected.kv(), truth) and rejected.tokens == tokens and len(truth) == len(tokens)
     assert torch.equal(truth, Reference(toy(), tokens).kv)
-    subject.check_integrity()
-
-
-def test_kv_of_a_fork_that_computed_nothing_yet() -> None:
-    """An edited fork shares the KV before the edit. The rest is computed on demand."""
-    subject = engine()
-    branch = subject.prompt(PROMPT)
-    edit = Edit("blocks.0.hook_in", "add", torch.linspace(-1, 1, 32), positions=4)
-    (fork,) = branch.fork(edits=[edit])
-    fresh = engine().prompt(PROMPT, edits=[edit])
-    assert torch.equal(fork.kv(), fresh.kv()) and not torch.equal(fork.kv(), branch.kv())
     subject.check_integrity()
 
 
@@ -344,16 +314,6 @@ def test_rejected_drafts_of_the_cut_part_go_with_it() -> None:
     assert any(other.fork_position > 4 for other in branch.record.cut)
     stream.close()
     assert not any(other.fork_position > 4 for other in branch.record.cut)
-
-
-def test_a_released_branch_stays_as_it_was() -> None:
-    subject = engine()
-    branch = subject.prompt(PROMPT_OF_STREAMS)
-    stream = branch.stream(20, window=4)
-    next(stream)
-    branch.release()
-    stream.close()
-    subject.check_integrity()
 
 
 def test_finalizers_wait_for_the_end_of_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,13 +475,6 @@ def test_a_rollback_keeps_the_drafts_that_left_the_path_where_it_ends() -> None:
         assert {other.fork_position for other in branch.record.cut} == {place for place in places if place <= to}
 
 
-def test_a_rollback_forgets_what_was_forced() -> None:
-    """Tokens that come in the place of forced ones are generated; what is left of the forced ones stays so."""
-    branch = engine().prompt(PATH[:3]).force([7, 8, 9]).rollback(4).generate(3)
-    assert branch.states == [*["prompt"] * 3, "forced", "generated", "generated", "pending"]
-    assert branch.rollback(5).force([9]).states == [*["prompt"] * 3, "forced", "generated", "forced"]
-
-
 def test_logits_of_a_branch() -> None:
     """Before and after generating, of a fork, of one token or all: always those of a capture."""
     served = engine()
@@ -559,123 +512,7 @@ def test_no_variants(variants: Any) -> None:
         engine().logits_under([1, 2, 3], variants)
 
 
-# ---- whole requests --------------------------------------------------------------------------------------------------
-# A request is refused as a whole, before any change: tokens, KV and rows of all branches stay the same.
-
-SITE = "blocks.1.hook_in"
-
-
-@dataclass
-class Desk:
-    """An engine with branches of all kinds. Branches a, b and c are fine."""
-
-    engine: Engine = field(default_factory=lambda: engine(record=True))
-
-    def __post_init__(self) -> None:
-        self.a, self.b, self.c = self.engine.prompts([[1, 2, 3], [4, 5], [6, 7, 8]], sites="S", keep_rejected=True)
-        self.rejecting = self.engine.prompt([9, 9]).generate(6, drafter="tree", window=4, keep_pages=True)
-        self.rejected = self.rejecting.rejected[0]
-        self.finished = self.engine.prompt([6, 7]).generate(3, sampling=Sampling(stop_tokens=tuple(range(VOCAB))))
-        self.released = self.engine.prompt([5])
-        self.released.release()
-        self.streamed = self.engine.prompt([3, 1])
-        self.stream: Stream = self.streamed.stream(9, window=2)
-        next(self.stream)
-        self.foreign = engine().prompt([1, 2, 3])
-
-    def look(self) -> list[tuple[list[int], list[Any], Tensor, Tensor | None, str | None]]:
-        """Everything visible of every branch."""
-        branches = [self.a, self.b, self.c, self.rejecting, self.finished, self.streamed, self.rejected]
-        return [(b.tokens, b.states, self.engine.forest.held_kv(b.lane), self._rows(b), b.finish_reason) for b in branches]
-
-    def _rows(self, branch: Branch) -> Tensor | None:
-        return branch.activations[SITE] if branch.lane.recording is not None else None
-
-    def numbers(self) -> tuple[Any, ...]:
-        """Numbers that must not grow: branches, jobs, pages in use, events of the trace."""
-        loop, pool = self.engine.loop, self.engine.runner.pool
-        return len(self.engine.tree), list(loop.lanes), list(loop.jobs), pool.num_free, len(self.engine.trace.events)
-
-
-def same(before: Any, after: Any) -> bool:
-    def equal(x: Any, y: Any) -> bool:
-        return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
-
-    return all(equal(x, y) for one, other in zip(before, after, strict=True) for x, y in zip(one, other, strict=True))
-
-
-Call = Callable[[Desk], object]
-CASES: dict[str, tuple[Call, type[EngineError], str]] = {
-    "generate twice": (lambda d: d.engine.generate([d.b, d.b], 3), BadRequest, "given 2 times"),
-    "generate twice among others": (lambda d: d.engine.generate([d.a, d.b, d.a], 3), BadRequest, "given 2 times"),
-    "generate a streamed one": (lambda d: d.engine.generate([d.a, d.b, d.streamed], 3), BadRequest, "is busy"),
-    "generate a released one": (lambda d: d.engine.generate([d.a, d.released], 3), ClosedBranch, "released"),
-    "generate a finished one": (lambda d: d.engine.generate([d.a, d.finished], 3), ClosedBranch, "finished"),
-    "generate a rejected one": (lambda d: d.engine.generate([d.a, d.rejected], 3), ClosedBranch, "rejected"),
-    "generate another engine's": (lambda d: d.engine.generate([d.a, d.foreign], 3), BadRequest, "another engine"),
-    "generate beyond the last position": (lambda d: d.engine.generate([d.b, d.a], 254), BadRequest, "exceed"),
-    "a sampling that only one can be given": (
-        lambda d: d.engine.generate([d.a, d.b], 3, sampling=[Sampling(), Sampling(logit_bias={VOCAB: 1.0})]),
-        BadRequest,
-        "vocabulary",
-    ),
-    "a sampling too few": (lambda d: d.engine.generate([d.a, d.b], 3, sampling=[Sampling()]), BadRequest, "1 samplings for 2"),
-    "a window too wide": (
-        lambda d: d.engine.generate([d.a, d.b], 400, drafter="tree", window=300),
-        BadRequest,
-        "exceed|does not fit",
-    ),
-    "stream of a streamed one": (lambda d: d.streamed.stream(3), BadRequest, "is busy"),
-    "stream of a rejected one": (lambda d: d.rejected.stream(3), ClosedBranch, "rejected"),
-    "stream of another engine's": (lambda d: d.engine.stream(d.foreign, 3), BadRequest, "another engine"),
-    "force twice": (lambda d: d.engine.force_all([d.b, d.b], [[1], [2]]), BadRequest, "given 2 times"),
-    "force a streamed one": (lambda d: d.engine.force_all([d.a, d.streamed], [[1], [2]]), BadRequest, "is busy"),
-    "force a finished one": (lambda d: d.engine.force_all([d.a, d.finished], [[1], [2]]), ClosedBranch, "finished"),
-    "force a rejected one": (lambda d: d.engine.force_all([d.a, d.rejected], [[1], [2]]), ClosedBranch, "rejected"),
-    "force a released one": (lambda d: d.engine.force_all([d.a, d.released], [[1], [2]]), ClosedBranch, "released"),
-    "force another engine's": (lambda d: d.engine.force_all([d.a, d.foreign], [[1], [2]]), BadRequest, "another engine"),
-    "force too few": (lambda d: d.engine.force_all([d.a, d.b], [[1]]), BadRequest, "1 texts for 2"),
-    "force nothing on one": (lambda d: d.engine.force_all([d.a, d.b], [[1], []]), BadRequest, "at least one"),
-    "force an unknown token": (lambda d: d.engine.force_all([d.a, d.b], [[1], [VOCAB]]), BadRequest, "vocabulary"),
-    "a prompt that is none": (lambda d: d.engine.prompts([[1, 2], []], sites="S"), BadRequest, "empty"),
-    "a prompt out of the vocabulary": (lambda d: d.engine.prompts([[1, 2], [VOCAB]]), BadRequest, "vocabulary"),
-    "fork beyond the tip": (lambda d: d.a.fork(3, at=99), EngineError, "Cannot fork it at 99"),
-    "rollback into the prompt": (lambda d: d.a.rollback(1), EngineError, "Use 3"),
-    "rollback of a streamed one": (lambda d: d.streamed.rollback(2), BadRequest, "is busy"),
-    "release twice": (lambda d: d.released.release(), ClosedBranch, "released"),
-    "cancel another engine's job": (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), BadRequest, "not a branch of this"),
-    "a drafter that is not there": (lambda d: d.engine.generate([d.a, d.b], 3, drafter="oracle"), BadRequest, "oracle"),
-}
-
-
-@pytest.fixture(scope="module")
-def desk() -> Desk:
-    return Desk()
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_refused_request_changes_nothing(desk: Desk, name: str) -> None:
-    call, error, saying = CASES[name]
-    before, numbers = desk.look(), desk.numbers()
-    with pytest.raises(error, match=saying):
-        call(desk)
-    assert same(before, desk.look())
-    assert desk.numbers() == numbers
-    desk.engine.check_integrity()
-
-
-def test_afterwards_everything_goes_on() -> None:
-    desk = Desk()
-    for call, error, _ in CASES.values():
-        with pytest.raises(error):
-            call(desk)
-    desk.engine.generate([desk.a, desk.b, desk.c], 5)
-    assert [b.generated for b in (desk.a, desk.b, desk.c)] == [
-        continuation(toy(), prompt, 5) for prompt in ([1, 2, 3], [4, 5], [6, 7, 8])
-    ]
-    list(desk.stream)
-    assert desk.streamed.generated == continuation(toy(), [3, 1], 9)
-    desk.engine.check_integrity()
+# ---- refused and cancelled ---------------------------------------------------------------------------------------------
 
 
 def test_cancelling_a_job_that_ended_changes_nothing() -> None:
@@ -701,17 +538,6 @@ def test_a_replay_that_fails_takes_its_branches_along() -> None:
         subject.replay_trace(recorded.trace)
     assert list(subject.loop.lanes) == [branch.id] and subject.tree.roots() == [branch.id]
     subject.check_integrity()
-
-
-@pytest.mark.parametrize("name", ["generate twice", "generate a streamed one", "force twice"])
-def test_the_checker_finds_a_request_that_is_half_done(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Negative control: without the check of the whole request, other branches have changed when one is refused."""
-    desk = Desk()
-    monkeypatch.setattr(Forest, "require", lambda forest, jobs: None)
-    before, numbers = desk.look(), desk.numbers()
-    with pytest.raises(EngineError):
-        CASES[name][0](desk)
-    assert not same(before, desk.look()) or desk.numbers() != numbers
 
 
 # ---- many branches ---------------------------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-"""Bad input raises a named error that says what to do. Nothing committed is lost, and the engine stays usable."""
+"""Bad input raises a named error that says what to do. Nothing committed is lost, and the engine stays usable.
+
+A request is refused as a whole, before any change: tokens, KV and rows of all branches stay the same.
+"""
 
 import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+import replaylens as rl
 from replaylens import Dump, Edit, Run, tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
+    BadEdit,
     BadRange,
     BadRequest,
     BadRollback,
@@ -25,149 +30,350 @@ from replaylens.engine.errors import (
     EngineError,
     NonFinite,
     OutOfPages,
+    UnknownOption,
     UnknownSite,
 )
 from replaylens.engine.loop.lane import Job
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from replaylens.engine.serving.forest import Forest
+from replaylens.engine.serving.request import Stream
 from replaylens.tasks.errors import TaskError
-from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, scripted_model, toy
+from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy
+
+SITE = "blocks.1.hook_in"
+PATTERN = "blocks.0.attn.hook_pattern"
 
 
-class Subject:
-    """An engine with some work done, which no later request may change."""
+class Desk:
+    """An engine with branches of all kinds. Branches a, b, c and `branch`, of nine tokens, are fine."""
 
-    def __init__(self, **options: Any) -> None:
-        self.engine: Engine = engine(**options)
+    def __init__(self) -> None:
+        self.engine: Engine = engine(record=True)
+        self.a, self.b, self.c = self.engine.prompts([[1, 2, 3], [4, 5], [6, 7, 8]], sites="S", keep_rejected=True)
         self.branch = self.engine.prompt([1, 2, 3], sites="S", keep_rejected=True)
         self.branch.generate(6, drafter="lens", window=4, keep_pages=True)
-        self.released = self.engine.prompt([4, 5])
-        self.released.release()
-        self.finished = self.engine.prompt([6, 7]).generate(3, sampling=Sampling(stop_tokens=tuple(range(VOCAB))))
         self.rejected = self.branch.rejected[0]
-        self.tokens, self.kv = self.branch.tokens, self.branch.kv()
-        self.rows = self.branch.activations["blocks.1.hook_in"].clone()
+        (self.empty,) = self.branch.fork(at=0)
+        self.finished = self.engine.prompt([6, 7]).generate(3, sampling=Sampling(stop_tokens=tuple(range(VOCAB))))
+        self.released = self.engine.prompt([5])
+        self.released.release()
+        self.streamed = self.engine.prompt([3, 1])
+        self.stream: Stream = self.streamed.stream(9, window=2)
+        next(self.stream)
+        self.foreign = engine().prompt([1, 2, 3])
 
-    def assert_unharmed(self) -> None:
-        subject, branch = self.engine, self.branch
-        subject.check_integrity()
-        assert subject.loop.jobs == []
-        assert branch.tokens == self.tokens and torch.equal(branch.kv(), self.kv)
-        assert torch.equal(branch.activations["blocks.1.hook_in"], self.rows)
-        other = subject.prompt([9, 8, 7]).generate(5, drafter="lens", window=3)
-        assert other.generated == continuation(subject.model, [9, 8, 7], 5)
-        assert torch.equal(other.kv(), Reference(subject.model, other.tokens).kv[: other.lane.computed])
-        other.release()
-        (fork,) = branch.fork()
-        assert fork.generate(3).generated == continuation(subject.model, [1, 2, 3], 9), "it can go on where it stood"
-        fork.release()
-        subject.check_integrity()
+    def look(self) -> list[tuple[list[int], list[Any], Tensor, Tensor | None, str | None]]:
+        """Everything visible of every branch."""
+        branches = [self.a, self.b, self.c, self.branch, self.finished, self.streamed, self.rejected]
+        return [(b.tokens, b.states, self.engine.forest.held_kv(b.lane), self._rows(b), b.finish_reason) for b in branches]
+
+    def _rows(self, branch: Branch) -> Tensor | None:
+        return branch.activations[SITE] if branch.lane.recording is not None else None
+
+    def numbers(self) -> tuple[Any, ...]:
+        """Numbers that must not grow: branches, jobs, pages in use, events of the trace."""
+        loop, pool = self.engine.loop, self.engine.runner.pool
+        return len(self.engine.tree), list(loop.lanes), list(loop.jobs), pool.num_free, len(self.engine.trace.events)
+
+
+def same(before: Any, after: Any) -> bool:
+    def equal(x: Any, y: Any) -> bool:
+        return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
+
+    return all(equal(x, y) for one, other in zip(before, after, strict=True) for x, y in zip(one, other, strict=True))
+
+
+Call = Callable[[Desk], Any]
+NO_TOKENS: dict[str, Any] = {
+    "bytes": b"\x01\x02",
+    "a bytearray": bytearray(b"\x01"),
+    "a set": {1, 2},
+    "a frozenset": frozenset({1}),
+    "a dict": {1: 2},
+    "keys": {1: 2}.keys(),
+    "a number": 5,
+    "none": None,
+    "two dimensions": torch.tensor([[1, 2], [3, 4]]),
+    "no dimension": torch.tensor(1),
+    "floats in a tensor": torch.tensor([1.0]),
+    "floats in an array": np.array([1.0]),
+    "bools in a tensor": torch.tensor([True]),
+    "bools in an array": np.array([True]),
+    "no values": torch.zeros(2, device="meta", dtype=torch.int64),
+}
+
+
+def narrow(n: int, **options: Any) -> Branch:
+    """A request on nine tokens, in passes of 16 rows."""
+    return engine(max_rows=16).prompt(range(1, 10)).generate(n, **options)
+
+
+def forced(drafts: Any) -> Callable[[Desk], Any]:
+    return lambda d: d.branch.generate(3, drafter="forced", drafts=drafts)
+
+
+def edited(*edit: Any, **fields: Any) -> Callable[[Desk], Any]:
+    return lambda d: d.branch.fork(edits=[Edit(*edit, **fields)])
+
+
+REFUSED: dict[type[Exception], list[tuple[Call, str]]] = {
+    BadRequest: [
+        # prompts
+        (lambda d: d.engine.prompt([]), "prompt is empty"),
+        (lambda d: d.engine.prompts([[1, 2], []], sites="S"), "prompt is empty"),
+        (lambda d: d.engine.prompt([1] * 257), "257 tokens exceed the model's 256 positions"),
+        (
+            lambda d: d.engine.prompt([1, VOCAB]),
+            rf"Token {VOCAB} is not in the vocabulary of {VOCAB} tokens\. Give ids from 0 to",
+        ),
+        (lambda d: d.engine.prompts([[1, 2], [VOCAB]]), "vocabulary"),
+        (lambda d: d.engine.prompt([-1]), "Token -1 is not in the vocabulary"),
+        (lambda d: d.engine.prompt([1.0]), r"1\.0 is a float, not a token id\. Give text, or ids"),
+        (lambda d: d.engine.prompt([1, None]), "None is a NoneType, not a token id"),
+        (lambda d: d.engine.prompt([True, 2]), "True is a bool, not a token id"),
+        (lambda d: d.engine.prompt([1, "2"]), "'2' is a str, not a token id"),
+        (lambda d: d.engine.prompt("heads"), "no tokenizer. Give token ids"),
+        (lambda d: d.engine.prompt([1], sites="Z", targets=[VOCAB]), "not in the vocabulary"),
+        (lambda d: d.engine.prompt([1], sites=5), "sites=5. Give letters such as 'STCZ'"),
+        (lambda d: d.engine.prompt([1], top_k=3), "Z is not captured. Ask for it, e.g. with sites='Z'"),
+        (lambda d: d.engine.prompt([1], sites="S", targets=[3]), "Z is not captured"),
+        (lambda d: d.engine.prompt([1], full=True), "Z is not captured"),
+        (lambda d: d.engine.prompt([1], sites="Z", targets="ab"), "targets='ab'. Give a list"),
+        *((lambda d, k=k: d.engine.prompt([1], sites="Z", top_k=k), "top_k=.* Give a whole") for k in (0, -1, 10**6, 2.5)),
+        *((lambda d, v=v: d.engine.prompt(v), "text=|vocabulary|token id") for v in NO_TOKENS.values()),
+        (lambda d: d.engine.run_with_cache([1, 2], None, 2), "pos_slice=2. Give a whole number"),
+        # requests
+        (lambda d: d.branch.generate(0), "n=0.*at least 1"),
+        (lambda d: d.branch.generate(-2), "at least 1"),
+        (lambda d: d.branch.generate(2.5), "whole number"),
+        (lambda d: d.branch.generate(math.nan), "whole number"),
+        (lambda d: d.branch.generate("2"), "n='2'. Give a whole number of at least 1"),
+        (lambda d: d.branch.generate(True), "n=True. Give a whole number"),
+        (lambda d: d.branch.generate(248), "9 tokens and 248 more exceed the model's 256 positions"),
+        (lambda d: d.engine.generate([d.b, d.a], 254), "exceed"),
+        (lambda d: d.branch.generate(3, window=0), "window=0. Give a whole number of at least 1"),
+        (lambda d: d.branch.generate(3, window=-1), "window=-1"),
+        (lambda d: d.branch.generate(3, window=1.5), "whole number"),
+        (lambda d: d.engine.generate([d.a, d.b], 400, drafter="tree", window=300), "exceed|does not fit"),
+        (lambda d: narrow(40, window=17), "window of 17 rows does not fit into a pass of 16"),
+        (lambda d: narrow(40, window=6, drafter="tree"), "window of 18 rows does not fit into a pass of 16"),
+        (lambda d: narrow(40, drafter="forced", drafts={9: [[1] * 16]}), "window of 17 rows does not fit into a pass of 16"),
+        (lambda d: d.branch.generate(3, drafter="oracle"), "Unknown drafter 'oracle'. Known: .*self.*tree"),
+        (lambda d: d.engine.generate([d.a, d.b], 3, drafter="oracle"), "oracle"),
+        (lambda d: d.branch.generate(3, drafter=None), "drafter=None. Give the name of a drafter"),
+        (lambda d: d.branch.generate(3, drafter="model"), "draft_model="),
+        (lambda d: d.branch.generate(3, deterministic="no"), "deterministic='no'. Give True or"),
+        (lambda d: d.branch.generate(3, drafter="ngram", drafts={9: [[1]]}), "Use drafter='forced'"),
+        (forced([[1]]), r"drafts=\[\[1\]\]. Give a dict: position -> list of chains"),
+        (
+            forced({9: [1, 2]}),
+            r"drafts\[9\]=\[1, 2\]: one chain where a list of chains goes\. Give .*\{9: \[\[5, 7\], \[6\]\]\}",
+        ),
+        (forced({"5": [[1]]}), "position of drafts='5'"),
+        (forced({5: [["x"]]}), "Token 'x' in"),
+        (forced({9: [[1, VOCAB]]}), "drafts is not in the vocabulary"),
+        (forced({9: [[True]]}), "vocabulary"),
+        (lambda d: d.branch.generate(3, sampling=Sampling(logit_bias={VOCAB: 1.0})), "vocabulary"),
+        (lambda d: d.branch.generate(3, window=1, sampling=Sampling(logit_bias={-1: 1.0})), "Token -1"),
+        (lambda d: d.engine.generate([d.a, d.b], 3, sampling=[Sampling(), Sampling(logit_bias={VOCAB: 1.0})]), "vocabulary"),
+        (lambda d: d.branch.generate(2, sampling=Sampling(stop_tokens=(10**9,))), "not in the vocabulary"),
+        (lambda d: d.branch.generate(2, sampling={}), "sampling={}. Give a Sampling"),
+        (lambda d: d.branch.generate(2, sampling={"seed": 1}), "sampling={'seed': 1}. Give"),
+        (lambda d: d.branch.generate(2, sampling=0.7), r"sampling=0\.7\. Give a Sampling, such as Sampling\(temperature"),
+        (lambda d: d.engine.generate([d.a], 2, sampling=0.7), r"Give a Sampling, such as Sampling\(temperature=0\.7\)"),
+        (lambda d: d.engine.generate([d.a], 2, sampling=[3]), "sampling=3. Give"),
+        (lambda d: d.engine.generate([d.a, d.b], 3, sampling=[Sampling()]), "1 samplings for 2"),
+        (lambda d: d.engine.stream(d.a, 5, sampling="greedy"), "sampling='greedy'. Give a Sampling, such as Sampling"),
+        (lambda d: d.engine.replay(tasks.get("coin")().examples(1), sampling=0.7), r"Give a Sampling, such as Sampling\(temp"),
+        # of branches
+        (
+            lambda d: d.engine.generate("some text", 5),
+            r"branches='some text'\. Give a list of branches, such as \[engine\.prom",
+        ),
+        (lambda d: d.engine.generate(d.a, 2), r"branches=Branch\(.*Give a list of branches, such as"),
+        (lambda d: d.engine.generate([d.a, 3], 2), "branch=3. Give a Branch"),
+        (lambda d: d.engine.generate(["some text"], 5), "Give a Branch, such as prompt"),
+        (lambda d: d.engine.generate([d.a, d.b, d.a], 3), "given 2 times"),
+        (lambda d: d.engine.generate([d.b, d.b], 3), "given 2 times"),
+        (lambda d: d.engine.generate([d.a, d.b, d.streamed], 3), "is busy"),
+        (lambda d: d.engine.generate([d.a, d.foreign], 3), "another engine"),
+        (lambda d: d.branch.stream(0), "at least 1"),
+        (lambda d: d.streamed.stream(3), "is busy"),
+        (lambda d: d.engine.stream(d.foreign, 3), "another engine"),
+        (lambda d: d.empty.generate(2), "no tokens. Force at least one"),
+        (lambda d: d.engine.cancel(Job(d.foreign.lane, 3)), "not a branch of this"),
+        (lambda d: d.finished.activations, "Nothing was captured"),
+        # forks, forced tokens and rollbacks
+        (lambda d: d.branch.fork(0), "n=0. Give a whole number between 1 and"),
+        (lambda d: d.branch.fork(-1), "n=-1. Give a whole number between 1 and"),
+        (lambda d: d.branch.fork(1.5), "n=1.5. Give a whole number"),
+        (lambda d: d.branch.fork(10**6), "n=1000000. Give a whole number between 1 and 65536"),
+        (lambda d: d.branch.fork(at=1.5), "at=1.5. Give a whole number"),
+        (lambda d: d.branch.rollback(4.5), "whole number"),
+        (lambda d: d.streamed.rollback(2), "is busy"),
+        (lambda d: d.branch.force([]), "at least one token"),
+        (lambda d: d.branch.force([1, VOCAB]), "vocabulary"),
+        (lambda d: d.branch.force(" heads"), "no tokenizer"),
+        (lambda d: d.branch.force([1] * 248), "257 tokens exceed"),
+        *((lambda d, v=v: d.branch.force(v), "tokens=|vocabulary|not a token id") for v in NO_TOKENS.values()),
+        (lambda d: d.engine.force_all([d.b, d.b], [[1], [2]]), "given 2 times"),
+        (lambda d: d.engine.force_all([d.a, d.streamed], [[1], [2]]), "is busy"),
+        (lambda d: d.engine.force_all([d.a, d.foreign], [[1], [2]]), "another engine"),
+        (lambda d: d.engine.force_all([d.a], []), "0 texts for 1 branches. Give one for each"),
+        (lambda d: d.engine.force_all([d.a, d.b], [[1], []]), "at least one"),
+        (lambda d: d.engine.force_all([d.a, d.b], [[1], [VOCAB]]), "vocabulary"),
+        (lambda d: d.a.resample(2, at="words"), r"at='words'\. Give 'sentences', 'tokens'"),
+        (lambda d: rl.patch([1], d.engine, [2], metric=3), r"Invalid engine=\[1\] in patch\(\)\. Give an Engine"),
+    ],
+    BadRange: [
+        (lambda d: d.branch.fork(at=10), "9 tokens. Cannot fork it at 10"),
+        (lambda d: d.branch.fork(at=-1), "Cannot fork it at -1"),
+    ],
+    BadRollback: [
+        (lambda d: d.branch.rollback(2), "Use 3 .* to 9"),
+        (lambda d: d.branch.rollback(10), "cannot roll back to 10"),
+        (lambda d: d.branch.rollback(-1), "cannot roll back to -1"),
+    ],
+    ClosedBranch: [
+        (lambda d: d.engine.generate([d.a, d.released], 3), "released"),
+        (lambda d: d.engine.generate([d.a, d.finished], 3), "finished"),
+        (lambda d: d.engine.generate([d.a, d.rejected], 3), "rejected"),
+        (lambda d: d.finished.generate(2), "finished. Roll it back or fork it"),
+        (lambda d: d.rejected.generate(2), "is rejected. Fork it"),
+        (lambda d: d.rejected.stream(3), "rejected"),
+        (lambda d: d.rejected.rollback(3), "rejected"),
+        (lambda d: d.engine.force_all([d.a, d.finished], [[1], [2]]), "finished"),
+        (lambda d: d.engine.force_all([d.a, d.rejected], [[1], [2]]), "rejected"),
+        (lambda d: d.released.generate(1), "released"),
+        (lambda d: list(d.released.stream(1)), "released"),
+        (lambda d: d.released.force([1]), "released"),
+        (lambda d: d.released.fork(), "released"),
+        (lambda d: d.released.rollback(1), "released"),
+        (lambda d: d.released.release(), "released"),
+        (lambda d: d.released.kv(), "released"),
+        (lambda d: d.engine.force_all([d.released], [[1]]), "released"),
+        (lambda d: list(d.engine.stream(d.released, 1)), "released"),
+    ],
+    UnknownSite: [
+        (lambda d: d.engine.prompt([1], sites="SQ"), "SQ"),
+        (lambda d: d.engine.prompt([1], sites=["blocks.7.hook_in"]), "blocks"),
+        (lambda d: d.engine.prompt([1], sites=["blocks.0.hook_inn"]), "blocks.0.hook_in"),
+        (lambda d: d.engine.prompt([1], sites=[5]), "Invalid site 5"),
+        (lambda d: d.branch.activations["blocks.0.mlp.hook_out"], "was not captured"),
+        (lambda d: d.branch.fork(hooks=[("blocks.0.hook_inn", print)]), "Nearest"),
+    ],
+    BadEdit: [
+        (lambda d: d.branch.fork(hooks=["x"]), "Invalid hook 'x'. Give a list of .site name, function"),
+        (lambda d: d.branch.fork(hooks=[("blocks.0.hook_in", 3)]), "function"),
+        (lambda d: d.engine.prompt([1], hooks={"blocks.0.hook_in": print}), "hooks=.*Give a list"),
+        (lambda d: d.branch.fork(edits=Edit("S", "zero")), "edits=.*Give a list of Edits"),
+        (edited("S", "add", torch.ones(32, requires_grad=True)), r"but none flows through an engine. Give value\.detach\(\)"),
+        (edited("S", "add", torch.ones(32) + 0j), "Give a dense real tensor"),
+        (edited("S", "add", np.array(["a"])), "value for S=.*Give a tensor"),
+        (edited(SITE, "add", ["a"]), "Give a tensor, an array or a list"),
+        (edited(SITE, "add", [[1.0], [1.0, 2.0]]), "Give a tensor, an array or a list"),
+        (edited("S", "zero", layers=1), "layers=1. Give a list of whole numbers"),
+        (edited("S", "zero", seed=-1), "seed=-1. Give a whole number between"),
+        (edited(SITE, "set", torch.ones(32), factor=2.0), "factor=2.0.*op 'set'.*Only 'add'"),
+        (edited(SITE, "zero", factor=0.5), "Only 'add'"),
+        (edited(SITE, "project_out", torch.eye(32).repeat(2, 1)), "linearly dependent"),
+        (edited(SITE, "set", torch.zeros(4, 32)), "one row per position.*Give positions"),
+        (lambda d: d.branch.fork(edits=[Edit.interchange(SITE, torch.zeros(4, 32))]), "Give positions"),
+        (edited("s", "zero", layers=[1]), "'s' is not S, T or C"),
+        (edited("ST", "zero", layers=[1]), "'ST' names several"),
+        (edited("Z", "zero", layers=[1]), "Z, the logit lens, .* Edit what it reads"),
+        (edited(SITE, "add", [1e300] * 32), r"holds 1e\+300 \(absolute\), beyond float32\. Give at most 3\.4e\+38"),
+        (edited(PATTERN, "set", -1e300, keys=[0], positions=[2]), r"holds 1e\+300 \(absolute\), beyond float32"),
+        (edited(SITE, "add", [1.0] * 32, factor=1e300), r"factor=1e\+300 is beyond float32"),
+        (edited(SITE, "add", [math.nan] * 32), "NaN or infinity"),
+    ],
+    UnknownOption: [
+        (lambda d: d.engine.prompt([[1]], site="S"), r"prompt\(\) has no option 'site' \(did you mean 'sites'\?\)"),
+        (lambda d: d.engine.prompts([[1]], tokens=3), r"prompts\(\) has no option 'tokens'"),
+        (lambda d: d.branch.generate([1], 5), r"generate\(\) takes only n by position.* Got 2"),
+        (lambda d: d.branch.generate(5, 0.7), r"generate\(\) takes only n by position"),
+        (lambda d: d.engine.generate([d.a]), r"generate\(\) needs n\."),
+        (lambda d: d.branch.generate(5, temperature=0.7), r"no option 'temperature'.*sampling=Sampling\(temperature=\.\.\.\)"),
+        (
+            lambda d: d.engine.generate([], 5, max_new_tokens=3),
+            r"generate\(\) has no option 'max_new_tokens'\. It has .*drafter",
+        ),
+        (lambda d: d.engine.replay([], samplng=1), r"replay\(\) has no option 'samplng' \(did you mean 'sampling'\?\)"),
+        (lambda d: d.branch.fork(edit=[]), r"fork\(\) has no option 'edit' \(did you mean 'edits'\?\)"),
+        (lambda d: d.branch.rollback(), r"rollback\(\) needs to"),
+        (
+            lambda d: d.engine.run_with_cache([1], name_filter="S"),
+            r"run_with_cache\(\) has no option 'name_filter' \(did you mean",
+        ),
+        (lambda d: Engine.load("coin-plain", devise="cpu"), r"load\(\) has no option 'devise' \(did you mean 'device'\?\)"),
+        (lambda d: Sampling(temprature=1), r"Sampling\(\) has no option 'temprature' \(did you mean 'temperature'\?\)"),
+        (lambda d: Edit("S", "zero", position=3), r"Edit\(\) has no option 'position' \(did you mean 'positions'\?\)"),
+        (lambda d: Engine.load("coin-thinking").prompt("A coin", site="S"), r"prompt\(\) has no option 'site'"),
+        (lambda d: rl.patch(d.engine, [1], [2]), r"^patch\(\) needs metric\. metric: a pair of tokens"),
+        (lambda d: rl.patch(d.engine, [1]), r"^patch\(\) needs corrupt and metric"),
+        (lambda d: rl.patch(), r"^patch\(\) needs engine and clean and corrupt and metric"),
+        (lambda d: rl.patch(d.engine, [1], [2], metrik=3), r"no option 'metrik' \(did you mean 'metric'\?\)"),
+        (lambda d: rl.steer(d.engine, [1.0], ["a"]), r"^steer\(\) needs layers and strengths"),
+        (lambda d: rl.lens(d.engine, [1], 3), r"lens\(\) takes only engine, text by position, .* Got 3"),
+    ],
+}
+CASES = [(error, call, saying) for error, rows in REFUSED.items() for call, saying in rows]
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
-    return Subject()
+def desk() -> Desk:
+    return Desk()
 
 
-@contextmanager
-def refused(error: type[EngineError], saying: str) -> Iterator[None]:
+@pytest.mark.parametrize(("error", "call", "saying"), CASES, ids=[saying[:40] for _, _, saying in CASES])
+def test_a_bad_call_is_refused_and_changes_nothing(desk: Desk, error: type[Exception], call: Call, saying: str) -> None:
+    """Options that there are not are Python's own kind of error, too, and say nothing of the inside."""
+    before, numbers = desk.look(), desk.numbers()
     with pytest.raises(error, match=saying) as caught:
-        yield
+        call(desk)
     assert isinstance(caught.value, EngineError)
+    if error is UnknownOption:
+        assert isinstance(caught.value, TypeError) and isinstance(caught.value, BadRequest)
+        assert not any(inside in str(caught.value) for inside in ("Core", "__init__", "positional argument"))
+    assert same(before, desk.look())
+    assert desk.numbers() == numbers
+    desk.engine.check_integrity()
 
 
-Call = Callable[[Subject], Any]
-PROMPTS: dict[str, tuple[Call, type[EngineError], str]] = {
-    "empty": (lambda s: s.engine.prompt([]), BadRequest, "prompt is empty"),
-    "empty among others": (lambda s: s.engine.prompts([[1], []]), BadRequest, "prompt is empty"),
-    "too long": (lambda s: s.engine.prompt([1] * 257), BadRequest, "257 tokens exceed the model's 256 positions"),
-    "id too large": (lambda s: s.engine.prompt([1, VOCAB]), BadRequest, f"Token {VOCAB} is not in the vocabulary of {VOCAB}"),
-    "id negative": (lambda s: s.engine.prompt([-1]), BadRequest, "Token -1 is not in the vocabulary"),
-    "float": (lambda s: s.engine.prompt([1.0]), BadRequest, "1.0 is a float, not a token id"),
-    "none": (lambda s: s.engine.prompt([1, None]), BadRequest, "None is a NoneType, not a token id"),
-    "bool": (lambda s: s.engine.prompt([True, 2]), BadRequest, "True is a bool, not a token id"),
-    "a string among ids": (lambda s: s.engine.prompt([1, "2"]), BadRequest, "'2' is a str, not a token id"),
-    "text without a tokenizer": (lambda s: s.engine.prompt("heads"), BadRequest, "no tokenizer. Give token ids"),
-    "unknown letter": (lambda s: s.engine.prompt([1], sites="SQ"), UnknownSite, "SQ"),
-    "unknown site": (lambda s: s.engine.prompt([1], sites=["blocks.7.hook_in"]), UnknownSite, "blocks"),
-    "misspelt site": (lambda s: s.engine.prompt([1], sites=["blocks.0.hook_inn"]), UnknownSite, "blocks.0.hook_in"),
-    "unknown target": (lambda s: s.engine.prompt([1], sites="Z", targets=[VOCAB]), BadRequest, "not in the vocabulary"),
-}
-GENERATES: dict[str, tuple[Call, type[EngineError], str]] = {
-    "none": (lambda s: s.branch.generate(0), BadRequest, "at least 1"),
-    "fewer than none": (lambda s: s.branch.generate(-2), BadRequest, "at least 1"),
-    "half a token": (lambda s: s.branch.generate(2.5), BadRequest, "whole number"),
-    "nan tokens": (lambda s: s.branch.generate(math.nan), BadRequest, "whole number"),
-    "too many": (lambda s: s.branch.generate(248), BadRequest, "9 tokens and 248 more exceed the model's 256 positions"),
-    "window 0": (lambda s: s.branch.generate(3, window=0), BadRequest, "window=0. Give a whole number of at least 1"),
-    "window -1": (lambda s: s.branch.generate(3, window=-1), BadRequest, "window=-1"),
-    "window 1.5": (lambda s: s.branch.generate(3, window=1.5), BadRequest, "whole number"),
-    "window beyond a pass": (
-        lambda s: Subject(max_rows=16).branch.generate(40, window=17),
-        BadRequest,
-        "window of 17 rows does not fit into a pass of 16",
-    ),
-    "siblings beyond a pass": (
-        lambda s: Subject(max_rows=16).branch.generate(40, window=6, drafter="tree"),
-        BadRequest,
-        "window of 18 rows does not fit into a pass of 16",
-    ),
-    "drafts beyond a pass": (
-        lambda s: Subject(max_rows=16).branch.generate(40, drafter="forced", drafts={9: [[1] * 16]}),
-        BadRequest,
-        "window of 17 rows does not fit into a pass of 16",
-    ),
-    "unknown drafter": (
-        lambda s: s.branch.generate(3, drafter="oracle"),
-        BadRequest,
-        "Unknown drafter 'oracle'. Known: .*self.*tree",
-    ),
-    "no draft model": (lambda s: s.branch.generate(3, drafter="model"), BadRequest, "draft_model="),
-    "bias out of range": (lambda s: s.branch.generate(3, sampling=Sampling(logit_bias={VOCAB: 1.0})), BadRequest, "vocabulary"),
-    "bias negative": (
-        lambda s: s.branch.generate(3, window=1, sampling=Sampling(logit_bias={-1: 1.0})),
-        BadRequest,
-        "Token -1",
-    ),
-    "draft out of range": (
-        lambda s: s.branch.generate(3, drafter="forced", drafts={9: [[1, VOCAB]]}),
-        BadRequest,
-        "drafts is not in the vocabulary",
-    ),
-    "draft of a bool": (lambda s: s.branch.generate(3, drafter="forced", drafts={9: [[True]]}), BadRequest, "vocabulary"),
-    "twice the same branch": (lambda s: s.engine.generate([*s.engine.prompts([[5]]) * 2], 3), BadRequest, "given 2 times"),
-    "stream of none": (lambda s: s.branch.stream(0), BadRequest, "at least 1"),
-    "a finished branch": (lambda s: s.finished.generate(2), ClosedBranch, "finished. Roll it back or fork it"),
-    "a released branch": (lambda s: s.released.generate(2), ClosedBranch, "released"),
-    "a rejected branch": (lambda s: s.rejected.generate(2), ClosedBranch, "is rejected. Fork it"),
-    "an empty branch": (lambda s: s.branch.fork(at=0)[0].generate(2), BadRequest, "no tokens. Force at least one"),
-}
-BRANCHES: dict[str, tuple[Call, type[EngineError], str]] = {
-    "fork 0": (lambda s: s.branch.fork(0), BadRequest, "n=0. Give a whole number between 1 and"),
-    "fork -1": (lambda s: s.branch.fork(-1), BadRequest, "n=-1. Give a whole number between 1 and"),
-    "fork 1.5": (lambda s: s.branch.fork(1.5), BadRequest, "n=1.5. Give a whole number"),
-    "fork beyond the tip": (lambda s: s.branch.fork(at=10), BadRange, "9 tokens. Cannot fork it at 10"),
-    "fork at -1": (lambda s: s.branch.fork(at=-1), BadRange, "Cannot fork it at -1"),
-    "fork at half": (lambda s: s.branch.fork(at=1.5), BadRequest, "at=1.5. Give a whole number"),
-    "fork of a released branch": (lambda s: s.released.fork(), ClosedBranch, "released"),
-    "rollback below the root": (lambda s: s.branch.rollback(2), BadRollback, "Use 3 .* to 9"),
-    "rollback beyond the tip": (lambda s: s.branch.rollback(10), BadRollback, "cannot roll back to 10"),
-    "rollback to -1": (lambda s: s.branch.rollback(-1), BadRollback, "cannot roll back to -1"),
-    "rollback to half": (lambda s: s.branch.rollback(4.5), BadRequest, "whole number"),
-    "rollback of a released branch": (lambda s: s.released.rollback(2), ClosedBranch, "released"),
-    "rollback of a rejected branch": (lambda s: s.rejected.rollback(3), ClosedBranch, "rejected"),
-    "force of nothing": (lambda s: s.branch.force([]), BadRequest, "at least one token"),
-    "force out of range": (lambda s: s.branch.force([1, VOCAB]), BadRequest, "vocabulary"),
-    "force of text": (lambda s: s.branch.force(" heads"), BadRequest, "no tokenizer"),
-    "force beyond the last position": (lambda s: s.branch.force([1] * 248), BadRequest, "257 tokens exceed"),
-    "force on a finished branch": (lambda s: s.finished.force([1]), ClosedBranch, "finished"),
-    "force on a released branch": (lambda s: s.released.force([1]), ClosedBranch, "released"),
-    "force on a rejected branch": (lambda s: s.rejected.force([1]), ClosedBranch, "rejected"),
-    "release twice": (lambda s: s.released.release(), ClosedBranch, "released"),
-    "kv of a released branch": (lambda s: s.released.kv(), ClosedBranch, "released"),
-    "activations of a branch without": (lambda s: s.finished.activations, BadRequest, "Nothing was captured"),
-    "activations of another site": (lambda s: s.branch.activations["blocks.0.mlp.hook_out"], UnknownSite, "was not captured"),
-}
+def test_after_all_bad_calls_the_engine_gives_the_same_bits() -> None:
+    desk = Desk()
+    for error, call, _ in CASES:
+        with pytest.raises(error):
+            call(desk)
+    desk.engine.generate([desk.a, desk.b, desk.c], 5)
+    for branch, prompt, n in ((desk.a, [1, 2, 3], 5), (desk.b, [4, 5], 5), (desk.c, [6, 7, 8], 5), (desk.branch, [1, 2, 3], 6)):
+        assert branch.generated == continuation(toy(), prompt, n)
+        assert torch.equal(branch.kv(), Reference(toy(), branch.tokens).kv[: branch.lane.computed])
+    list(desk.stream)
+    assert desk.streamed.generated == continuation(toy(), [3, 1], 9)
+    assert desk.branch.generate(3).generated == continuation(toy(), [1, 2, 3], 9), "it can go on where it stood"
+    desk.engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda d: d.engine.generate([d.b, d.b], 3),
+        lambda d: d.engine.generate([d.a, d.b, d.streamed], 3),
+        lambda d: d.engine.force_all([d.b, d.b], [[1], [2]]),
+    ],
+)
+def test_the_checker_finds_a_request_that_is_half_done(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
+    """Negative control: without the check of the whole request, other branches have changed when one is refused."""
+    desk = Desk()
+    monkeypatch.setattr(Forest, "require", lambda forest, jobs: None)
+    before, numbers = desk.look(), desk.numbers()
+    with pytest.raises(EngineError):
+        call(desk)
+    assert not same(before, desk.look()) or desk.numbers() != numbers
+
+
 FILLS: dict[str, dict[str, Any]] = {
     "a window": {"window": 16},
     "siblings": {"window": 5, "drafter": "tree"},
@@ -178,34 +384,8 @@ FILLS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fills", FILLS)
 def test_a_window_that_fills_a_pass_is_served(fills: str) -> None:
-    """The largest that is not refused (see `GENERATES`)."""
-    branch = Subject(max_rows=16).branch
-    before = branch.tokens
-    assert branch.generate(20, **FILLS[fills]).generated[-20:] == continuation(toy(), before, 20)
-
-
-KINDS = {"prompt": PROMPTS, "generate": GENERATES, "branch": BRANCHES}
-CASES = {f"{kind}: {name}": case for kind, cases in KINDS.items() for name, case in cases.items()}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_bad_call_is_refused_and_harms_nothing(subject: Subject, name: str) -> None:
-    call, error, saying = CASES[name]
-    with refused(error, saying):
-        call(subject)
-    subject.engine.check_integrity()
-    assert subject.engine.loop.jobs == []
-    assert subject.branch.tokens == subject.tokens and torch.equal(subject.branch.kv(), subject.kv)
-
-
-@settings(max_examples=15, deadline=None)
-@given(names=st.lists(st.sampled_from(sorted(CASES)), min_size=1, max_size=6))
-def test_after_any_bad_calls_the_engine_gives_the_same_bits(subject: Subject, names: list[str]) -> None:
-    for name in names:
-        call, error, saying = CASES[name]
-        with refused(error, saying):
-            call(subject)
-    subject.assert_unharmed()
+    """The largest that is not refused above."""
+    assert narrow(20, **FILLS[fills]).generated == continuation(toy(), list(range(1, 10)), 20)
 
 
 # ---- impossible engines ----------------------------------------------------------------------------------------------
@@ -216,21 +396,31 @@ def test_after_any_bad_calls_the_engine_gives_the_same_bits(subject: Subject, na
     [
         ({"cache_tokens": 0}, "cache_tokens=0. Give a whole number of at least 4"),
         ({"cache_tokens": 3}, "cache_tokens=3. Give a whole number of at least 4"),
+        ({"cache_tokens": 1e13}, "cache_tokens=10000000000000.0. Give a whole number"),
+        (
+            {"cache_tokens": 10**13},
+            r"cache_tokens=10000000000000 needs [\d,]+ GiB for KV, but there are only .*Give at most \d+",
+        ),
         ({"page_size": 0}, "page_size=0. Give a whole number of at least 1"),
         ({"page_size": -4}, "page_size=-4"),
+        ({"page_size": 2.5}, "page_size=2.5. Give a whole number of at least 1"),
         ({"max_rows": 15}, "max_rows=15. Give a whole number of at least 16"),
         ({"max_rows": 0}, "max_rows=0"),
         ({"lens_layer": 3}, "lens_layer=3. Give a whole number between 1 and 2"),
+        ({"lens_layer": 0}, "lens_layer=0. Give a whole number between 1 and 2"),
         ({"lens_layer": -1}, "lens_layer=-1"),
         ({"tree_width": 1}, "tree_width=1. Give a whole number of at least 2"),
-        (
-            {"draft_model": random_model(1, vocab_size=VOCAB + 1)},
-            f"{VOCAB + 1} tokens, the model one of {VOCAB}.*same tokenizer",
-        ),
+        ({"canary": "yes"}, "canary='yes'. Give True or False"),
+        ({"tokenizer": 3}, "tokenizer=3. Give a WordTokenizer"),
+        ({"tokenizer": "gpt2"}, "tokenizer='gpt2'. Give a WordTokenizer"),
+        ({"draft_model": 3}, "draft_model=3. Give a Decoder"),
+        ({"draft_model": random_model(1, vocab_size=62)}, "62 tokens, the model one of 61.*same tokenizer"),
+        ({"draft_model": random_model().to("meta")}, r"on the device 'meta'.*Load the model on 'cpu'"),
+        ({"model": random_model().to("meta")}, r"on the device 'meta'.*Load the model on 'cpu'"),
     ],
 )
 def test_an_engine_that_cannot_be(options: dict[str, Any], saying: str) -> None:
-    with refused(BadRequest, saying):
+    with pytest.raises(BadRequest, match=saying):
         engine(**options)
 
 
@@ -250,13 +440,14 @@ BAD_SAMPLING = st.one_of(
     st.tuples(st.just("repetition_penalty"), st.floats(max_value=0)),
     st.tuples(st.just("seed"), st.integers(max_value=-1) | st.integers(2**64) | st.sampled_from([1.0, "2", None, True])),
     st.tuples(st.just("stop"), st.sampled_from(["", "end", ("",), ("a", ""), (1,), None, 3])),
+    st.tuples(st.just("stop_tokens"), st.sampled_from([("heads",), 3, (True,)])),
 )
 
 
 @given(BAD_SAMPLING)
 def test_a_sampling_parameter_that_cannot_be(bad: tuple[str, Any]) -> None:
     name, value = bad
-    with refused(BadRequest, name.split("_")[0]):
+    with pytest.raises(BadRequest, match=name.split("_")[0]):
         Sampling(**{name: value})
 
 
@@ -304,7 +495,9 @@ def test_a_request_that_outgrows_the_cache_keeps_what_it_had(drafter: str) -> No
     """The request gets as far as the pages allow. Its committed tokens are right and stay; then an error gives the numbers."""
     subject = engine(cache_tokens=16)
     branch = subject.prompt([1, 2, 3])
-    with refused(OutOfPages, r"A path of 17 tokens can never fit: .* the cache has 4\. Use .* cache_tokens=44 or more"):
+    with pytest.raises(
+        OutOfPages, match=r"A path of 17 tokens can never fit: .* the cache has 4\. Use .* cache_tokens=44 or more"
+    ):
         branch.generate(40, drafter=drafter, window=4)
     truth = continuation(toy(), [1, 2, 3], 40)
     assert len(branch.generated) >= 13 and branch.generated == truth[: len(branch.generated)]
@@ -318,7 +511,7 @@ def test_forced_tokens_that_do_not_fit_are_taken_back() -> None:
     subject = engine(cache_tokens=16)
     branch = subject.prompt([1, 2, 3]).generate(2)
     before = branch.tokens
-    with refused(OutOfPages, "can never fit"):
+    with pytest.raises(OutOfPages, match="can never fit"):
         branch.force([4] * 20)
     assert branch.tokens == before
     assert branch.generate(4).generated == continuation(toy(), [1, 2, 3], 6)
@@ -329,7 +522,7 @@ def test_one_request_that_cannot_fit_does_not_stop_the_others() -> None:
     subject = engine(cache_tokens=24)
     small, large = subject.prompts([[1, 2, 3], [4, 5, 6]])
     truth = continuation(toy(), [1, 2, 3], 8)
-    with refused(OutOfPages, "can never fit.*the cache has 6"):
+    with pytest.raises(OutOfPages, match=r"can never fit.*the cache has 6"):
         subject.forest.wait(jobs := [_submitted(small, 8), _submitted(large, 60)])
     assert jobs[0].error is None and small.generated == truth
     assert large.generated == continuation(toy(), [4, 5, 6], 60)[: len(large.generated)]
@@ -339,38 +532,6 @@ def test_one_request_that_cannot_fit_does_not_stop_the_others() -> None:
 def _submitted(branch: Branch, n: int) -> Job:
     branch.engine.loop.submit(job := Job(branch.lane, n))
     return job
-
-
-# ---- busy branches ---------------------------------------------------------------------------------------------------
-
-
-def test_a_branch_that_is_being_streamed_is_left_alone() -> None:
-    """Cutting, forcing or generating on it elsewhere is refused. Forking is allowed. Closing the stream frees it."""
-    subject = engine()
-    branch = subject.prompt([1, 2, 3])
-    stream = branch.stream(20, window=4)
-    first = [next(stream) for _ in range(5)]
-    tokens = branch.tokens
-    for call in (lambda: branch.rollback(3), lambda: branch.force([1]), lambda: branch.generate(2)):
-        with refused(BadRequest, "is busy with another request. Finish it or close its stream"):
-            call()
-        assert branch.tokens == tokens
-    (fork,) = branch.fork(at=5)
-    truth = continuation(toy(), [1, 2, 3], 20)
-    assert first + list(stream) == truth
-    assert fork.generate(3).generated == truth[:5]
-    assert branch.rollback(4).length == 4
-
-
-def test_releasing_a_streamed_branch_ends_its_stream() -> None:
-    subject = engine()
-    branch = subject.prompt([1, 2, 3])
-    stream = branch.stream(20, window=4)
-    next(stream)
-    branch.release()
-    list(stream)
-    assert subject.loop.jobs == [] and branch.id not in subject.loop.lanes
-    subject.check_integrity()
 
 
 # ---- numbers that overflow -------------------------------------------------------------------------------------------
@@ -385,38 +546,11 @@ def test_logits_that_overflow(drafter: str, window: int) -> None:
     model.unembed.weight.copy_(model.unembed.weight.sign() * 3e38)
     subject = engine(model)
     branch = subject.prompt([1, 2, 3, 1, 2], sites="S")
-    with refused(NonFinite, "Nothing of this pass was committed"):
+    with pytest.raises(NonFinite, match="Nothing of this pass was committed"):
         branch.generate(4, drafter=drafter, window=window)
     assert branch.tokens == [1, 2, 3, 1, 2] and subject.loop.jobs == []
     branch.force([7, 8])
     assert torch.equal(branch.kv(), Reference(random_model(), branch.tokens).kv), "the blocks are those of the healthy model"
-    subject.check_integrity()
-
-
-def test_weights_that_are_not_finite() -> None:
-    model = random_model()
-    model.blocks[1].mlp.down.weight[0, 0] = math.nan
-    subject = engine(model)
-    with refused(NonFinite, "Check edits and weights"):
-        subject.prompt([1, 2, 3])
-    subject.check_integrity()
-    assert len(subject.prefix) == 0 and subject.loop.jobs == []
-
-
-def test_one_token_that_overflows_leaves_the_engine_usable() -> None:
-    """Layer norm of a huge embedding is NaN. Only the request with that token fails, and can be rolled back and continued."""
-    model = scripted_model({8: 30}, norm="layer")
-    model.embed[30] = 3e38
-    subject = engine(model)
-    bad, good = subject.prompts([[5, 6], [40, 41]], sites="S")
-    with refused(NonFinite, "Nothing of this pass"):
-        subject.generate([bad, good], 6, window=3)
-    assert bad.generated == [7, 8, 30] and good.generated == [42, 43, 44, 45, 46, 47]
-    assert len(bad.activations["blocks.0.hook_in"]) == 4
-    bad.rollback(4).force([9]).generate(2)
-    assert bad.generated == [7, 8, 9, 10, 11]
-    for branch in (bad, good):
-        assert torch.equal(branch.kv(), Reference(model, branch.tokens[: branch.lane.computed]).kv)
     subject.check_integrity()
 
 
@@ -749,29 +883,6 @@ def test_odd_values_for_a_dump(name: str, dump: Dump) -> None:
     assert Dump.open("memory://odd-values").digest == dump.digest
 
 
-CLOSED: dict[str, CallOfOddValues] = {
-    "generate": lambda b: b.generate(1),
-    "stream": lambda b: list(b.stream(1)),
-    "force": lambda b: b.force([1]),
-    "fork": lambda b: b.fork(),
-    "rollback": lambda b: b.rollback(3),
-    "release": lambda b: b.release(),
-    "kv": lambda b: b.kv(),
-    "engine.generate": lambda b: b.engine.generate([b], 1),
-    "engine.force_all": lambda b: b.engine.force_all([b], [[1]]),
-    "engine.stream": lambda b: list(b.engine.stream(b, 1)),
-}
-
-
-@pytest.mark.parametrize("name", CLOSED)
-def test_a_closed_branch_is_named(name: str, served: Engine) -> None:
-    closed = served.prompt([1, 2, 3])
-    closed.release()
-    with pytest.raises(EngineError, match="released"):
-        CLOSED[name](closed)
-    assert_unharmed(served)
-
-
 def test_the_net_is_not_too_wide(served: Engine) -> None:
     """Negative control: a bare error passes through, and valid values are served."""
     with pytest.raises(ZeroDivisionError):
@@ -779,14 +890,6 @@ def test_the_net_is_not_too_wide(served: Engine) -> None:
     assert asked(lambda v: v) == 0
     assert served.prompt(np.array([1, 2])).generate(np.int64(2)).length == 4
     assert_unharmed(served)
-
-
-@pytest.mark.parametrize("name", ["model", "draft_model"])
-def test_weights_without_numbers_are_refused(name: str) -> None:
-    given = {"model": random_model(), "draft_model": random_model()}
-    given[name] = given[name].to("meta")
-    with pytest.raises(BadRequest, match=r"on the device 'meta'.*Load the model on 'cpu'"):
-        Engine(**given)
 
 
 def test_all_positions_of_a_model_can_be_filled() -> None:
@@ -802,10 +905,10 @@ def test_all_positions_of_a_model_can_be_filled() -> None:
             more()
 
 
-def test_an_empty_fork_can_be_forced(subject: Subject) -> None:
+def test_an_empty_fork_can_be_forced() -> None:
     """A fork of no token becomes any path: with the bits of a prompt, also after a rollback to nothing."""
-    wanted = subject.engine.prompt([1, 2, 3], sites="S").generate(4)
-    (fork,) = subject.branch.fork(at=0)
+    desk = Desk()
+    wanted, fork = desk.engine.prompt([1, 2, 3], sites="S").generate(4), desk.empty
     for tokens in ([[1, 2, 3]], [[1], [2, 3]]):
         for more in tokens:
             fork.force(more)
@@ -817,6 +920,4 @@ def test_an_empty_fork_can_be_forced(subject: Subject) -> None:
     assert fork.length == 0
     with pytest.raises(BadRequest, match="Force at least one"):
         fork.generate(1)
-    for each in (fork, wanted):
-        each.release()
-    subject.assert_unharmed()
+    desk.engine.check_integrity()

@@ -79,7 +79,7 @@ def rows_of(branch: Branch) -> dict[str, Tensor]:
 def story(subject: Engine, seed: int) -> Seen:
     """A user's session: prompts, requests of all kinds, forks, rollbacks and streams, with reads of everything in between."""
     draw, seen = random.Random(seed), []
-    for turn in range(3):
+    for turn in range(2):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.choice((3, 9, 17)))]
         edits = [Edit("blocks.1.hook_in", "add", torch.linspace(-1, 1, 32), positions=2)] if draw.random() < 0.4 else []
         first = subject.prompt(prompt, sites=draw.choice(("S", "STCZ", None)), edits=edits)
@@ -123,8 +123,7 @@ def test_every_thread_gets_what_it_would_get_alone(options: dict[str, Any]) -> N
         assert [differences(mine, truth) for mine, truth in zip(seen, truths, strict=True)] == [[]] * 3, again
         assert subject.loop.jobs == [] and subject.loop.lanes == {}
         subject.check_integrity()
-    for seed, truth in enumerate(truths):
-        assert differences(story(subject, seed), truth) == [], "nothing wrong was left behind for later"
+    assert differences(story(subject, 0), truths[0]) == [], "nothing wrong was left behind for later"
 
 
 def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +133,7 @@ def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.Mo
     def together(loop: Loop) -> Any:
         turns = admit(loop)
         with suppress(threading.BrokenBarrierError):  # the other thread is done
-            both.wait(5)
+            both.wait(SECONDS)
         return turns
 
     def alone(_: EngineLock, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -149,8 +148,15 @@ def test_without_the_lock_the_checker_finds_wrong_results(monkeypatch: pytest.Mo
     monkeypatch.setattr(EngineLock, "alone", alone)
     monkeypatch.setattr(EngineLock, "drive", drive)
     subject, prompts = engine(), [[1, 2, 3], [4, 2, 3]]
+
+    def generated(prompt: list[int]) -> list[int]:
+        try:
+            return subject.prompt(prompt).generate(8, window=1).generated
+        finally:
+            both.abort()  # nobody waits for a thread that is done
+
     try:
-        seen = all_at_once(*(lambda p=p: subject.prompt(p).generate(8, window=1).generated for p in prompts))
+        seen = all_at_once(*(lambda p=p: generated(p) for p in prompts))
     finally:
         over.set()  # what is broken may never end by itself
     assert seen != [continuation(toy(), p, 8) for p in prompts]
@@ -427,7 +433,7 @@ def interrupted_at(n: int) -> tuple[int, bool]:
 def test_ctrl_c_anywhere_leaves_a_whole_engine_and_the_others_working() -> None:
     lines = max(interrupted_at(0)[0] for _ in range(4))  # fewer where the other thread drives
     assert lines > 300
-    came = [interrupted_at(n)[1] for n in range(1, lines, max(1, lines // 40))]
+    came = [interrupted_at(n)[1] for n in range(1, lines, max(1, lines // 24))]
     assert sum(came) > len(came) // 5  # on a busy machine many come too late
 
 
@@ -549,7 +555,7 @@ def test_dropped_forks_do_not_stop_other_threads() -> None:
     root, end = subject.prompt([3, 4, 5]), threading.Event()
 
     def fork() -> None:
-        for _ in range(60):
+        for _ in range(30):
             root.fork()  # dropped at once
             subject.prompt([5, 6]).generate(1)
         end.set()
