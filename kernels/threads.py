@@ -8,8 +8,10 @@ import ctypes
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from operator import length_hint
 from typing import Any
 
 WORTH = 1 << 21
@@ -29,18 +31,20 @@ class _Workers:
         with self.lock:
             helpers = [self.waiting.pop() if self.waiting else self._start() for _ in range(count - 1)]
         ended, news = list[BaseException | None](), queue.SimpleQueue[None]()
-        for i, helper in enumerate(helpers):
-            helper.put((work, i + 1, count, ended, news))
+        tasks = iter([(work, i + 1, count, ended, news) for i in range(len(helpers))])
         failed: BaseException | None = None
-        try:
-            work(0, count)
-        except BaseException as error:
-            failed = error
-        while len(ended) < len(helpers):  # also after an interrupt: they write to memory that the caller frees
+        begun = False
+        while True:  # to the end also after an interrupt, wherever it comes: they write to memory that the caller frees
             try:
-                news.get()
-            except KeyboardInterrupt as error:
-                failed = error
+                if not begun:
+                    begun = True
+                    deque(map(queue.SimpleQueue.put, helpers, tasks), 0)  # in C: an interrupt comes before or after all
+                    work(0, count)
+                while len(ended) + length_hint(tasks) < len(helpers):
+                    news.get()
+                break
+            except BaseException as error:
+                failed = failed or error
         with self.lock:
             self.waiting.extend(helpers)
         for each in (failed, *ended):

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -221,6 +222,40 @@ def test_an_interrupt_waits_for_the_workers(model: Decoder) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert done == [1]
+
+
+def test_an_interrupt_at_any_line_waits_for_the_workers() -> None:
+    """Raised once at each line that runs, as a signal is. It used to leave the call between handing out work and its own."""
+    code = threads._Workers.run.__code__
+    lines = sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno})
+    interrupted = 0
+    for line in lines:
+        begun, done, left = list[int](), list[int](), [line]
+
+        def work(index: int, count: int, begun: list[int] = begun, done: list[int] = done) -> None:
+            if index:
+                begun.append(index)
+                threading.Event().wait(0.02)
+                done.append(index)
+
+        def trace(frame: FrameType, event: str, _: Any, left: list[int] = left) -> Any:
+            if frame.f_code is code and event == "line" and frame.f_lineno in left:
+                left.clear()
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            threads._Workers().run(work, 2)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(before)
+        by_then = done.copy()
+        threading.Event().wait(0.05)
+        assert begun == by_then, line
+    assert interrupted > 7
 
 
 # ---- other modes -------------------------------------------------------------------------------------------------------
