@@ -32,7 +32,6 @@ SMALLER = {
     "pool = 1024": "pool = 32",
     "--n 200": "--n 8",
     "--label face,parity": "--label face",
-    "extend check llama": "extend check shell",
     "--n 100": "--n 6",
     "--n 40 --knob flips=1,4": "--n 12 --knob flips=1,4",
     'sites="STC", positions=["step", "query"])': 'sites="S", layers=[3], positions=["query"])',
@@ -51,7 +50,7 @@ SMALLER = {
     "untrained=rl.probes.placebo_probes(dump, probe))": "untrained=rl.probes.placebo_probes(dump, probe, 4))",
     'label="state", ': 'label="state", estimators="ridge", ',
 }
-"""text of a snippet -> its replacement in the test; only sizes change, and which of several parts is checked"""
+"""text of a snippet -> its replacement in the test; only sizes change"""
 
 FEWEST_PERMUTATIONS = 19
 """of sweeps that do not give their number"""
