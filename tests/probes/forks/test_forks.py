@@ -798,7 +798,6 @@ MISSED = {
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CHOSEN = (
     "importance, tv, 10 units, 30 rollouts, 2 outcomes, rarest 0.5",
-    "importance, kl, 10 units, 100 rollouts, 4 outcomes, rarest 0.1",
     "counterfactual importance, 5 units, 60 rollouts",
     "change points, 20 forks, 30 rollouts, 2 outcomes",
     "forking tokens, 20 of 3, all at the threshold, 50 rollouts",
@@ -806,8 +805,6 @@ CHOSEN = (
     "sibling divergence, 4 depths, 20 forks of 6",
     "draft agreement, 60 forks of 30 roots",
     "tv, equal, 30 rollouts",
-    "tv, 4 outcomes, near, 100 rollouts",
-    "place of a change of .2, 100 rollouts",
     "importance, tv, one of 10 units by .3, 100 rollouts",
     "change points, one change of .2, 100 rollouts",
     "draft agreement, half of the drafts",
