@@ -72,11 +72,9 @@ def run(*words: str) -> tuple[int, str, str]:
 
 
 def test_every_command_is_there() -> None:
-    """The table, the modules and the help agree: each name has a command of that name with a line of help."""
+    """The table and the help agree: each name has a line of help. The command behind each is asked for its own help below."""
     code, out, _ = run("--help")
     assert code == 0 and all(re.search(rf"│ {name} +\w", out) for name in COMMANDS)
-    for name in COMMANDS:
-        assert run(name, "--help")[0] == 0
 
 
 UNNEEDED = ("torch", "numba", "numpy", "pyarrow", "pandas", "scipy", "sklearn", "matplotlib", "transformers", "asyncio", "tqdm")
@@ -85,11 +83,14 @@ import contextlib, io, json, sys
 from replaylens import cli
 found = {{}}
 for words in (["--version"], ["--help"], *([name, "--help"] for name in cli.COMMANDS)):
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        cli.app(words)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            cli.app(words)
+        except SystemExit as ended:
+            code = ended.code
     loaded = [name for name in {UNNEEDED} if name in sys.modules]
-    found[" ".join(words)] = len(said.getvalue()), len(sys.modules), loaded
-import replaylens.engine.engine
+    found[" ".join(words)] = len(said.getvalue()) if code == 0 else 0, len(sys.modules), loaded
+import replaylens.probes.intervals
 print(json.dumps([found, [name for name in {UNNEEDED} if name in sys.modules]]))
 """
 
@@ -100,7 +101,7 @@ def test_help_and_version_load_nothing_that_computes() -> None:
     found, later = json.loads(done.stdout)
     assert all(said for said, _, _ in found.values()) and len(found) == len(COMMANDS) + 2
     assert {name: (count, loaded) for name, (_, count, loaded) in found.items() if loaded or count > 600} == {}
-    assert {"torch", "numpy"} <= set(later), "control: an engine loads them"
+    assert "numpy" in later, "control: what computes loads it"
 
 
 def test_names_that_help_repeats() -> None:

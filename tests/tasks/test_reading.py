@@ -194,14 +194,15 @@ def test_unknown_label() -> None:
 
 
 def assert_causal(task: AnyTask, text: str) -> None:
-    """Text after a character changes no label at that character, except for the label that looks ahead."""
+    """Text after a character changes no label at that character, except for the label that looks ahead. Of long texts, every
+    few characters."""
 
     def known(reading: Reading, count: int) -> dict[str, object]:
         return {name: value for name, value in reading.labels_after(count).items() if name != NEXT_ACTION}
 
     whole = task.read(text, 0)
     seen = [known(whole, count) for count in range(len(text) + 1)]
-    for cut in range(len(text) + 1):
+    for cut in range(0, len(text) + 1, 1 + len(text) // 150):
         part = task.read(text[:cut], 0)
         assert part.readable_until == cut
         assert part.steps == tuple(step for step in whole.steps if step.end <= cut)
@@ -305,8 +306,9 @@ def test_knobs_give_the_task_again() -> None:
     example = task.example(0)
     assert (example.prompt, example.completion, example.text, example.answer) == ("a b c d", " d", "a b c d d", "")
     assert example.reading.labels_after(3) == {"x": 1, "y": None, "shuffled": task.shuffled(0)}
-    shuffled = [GivenTexts(texts=[RAW] * 200).shuffled(i) for i in range(200)]
-    assert 60 < sum(shuffled) < 140 and shuffled != [GivenTexts(texts=[RAW], seed=1).shuffled(i) for i in range(200)]
+    many, otherwise = GivenTexts(texts=[RAW] * 200), GivenTexts(texts=[RAW], seed=1)
+    shuffled = [many.shuffled(i) for i in range(200)]
+    assert 60 < sum(shuffled) < 140 and shuffled != [otherwise.shuffled(i) for i in range(200)]
 
 
 def test_pages_count_texts_instead_of_repeating_them() -> None:
@@ -398,9 +400,9 @@ def test_what_texts_lack_is_refused_by_name() -> None:
 # The word tokenizer is lossless, covers all task texts, and is checked on load.
 
 
-def test_vocabulary_closes_over_500_examples(plain_task: AnyTask) -> None:
+def test_vocabulary_closes_over_a_hundred_examples(plain_task: AnyTask) -> None:
     tokenizer = WordTokenizer(plain_task.vocabulary())
-    for example in plain_task.examples(500):
+    for example in plain_task.examples(100):
         ids, offsets = tokenizer.encode_with_offsets(example.text)
         assert tokenizer.decode(ids) == example.text
         assert [example.text[start:end] for start, end in offsets] == [tokenizer.token(token) for token in ids]
@@ -412,11 +414,11 @@ def test_vocabulary_closes_over_every_variant(task: AnyTask, wander) -> None:
     """The vocabulary covers all knobs and all paths of the grammar, including thoughts and answers."""
     dice = random.Random(1)
     tokenizer = WordTokenizer(task.vocabulary())
-    for example in task.examples(60):
+    for example in task.examples(20):
         for text in (example.text, *(thought for _, thought in example.thoughts), *task.answers()):
             assert tokenizer.decode(tokenizer.encode(text)) == text
         assert len(tokenizer.encode(example.answer)) == 1
-    for _ in range(30):
+    for _ in range(15):
         tokenizer.encode(wander(task, dice.choice, 40))
 
 
@@ -431,8 +433,11 @@ def test_words_keep_their_space_and_punctuation_stands_alone() -> None:
     ]  # fmt: skip
 
 
+any_character = st.one_of(st.sampled_from(" \n.:'aÄ0_\N{NO-BREAK SPACE}"), st.integers(0, 0x10FFFF).map(chr))
+
+
 @settings(max_examples=25, deadline=None)
-@given(st.text(max_size=40))
+@given(st.lists(any_character, max_size=40).map("".join))
 def test_cutting_loses_nothing(text: str) -> None:
     assert "".join(words_in(text)) == text
 
@@ -514,7 +519,7 @@ def bpe():
 
 
 def test_labels_of_a_fast_tokenizer_agree_with_the_characters(bpe, task) -> None:
-    for example in task.examples(5):
+    for example in task.examples(2):
         offsets = offsets_of(bpe, example.text)
         assert len(offsets) == len(bpe(example.text, add_special_tokens=False)["input_ids"])
         assert "".join(example.text[start:end] for start, end in offsets) == example.text

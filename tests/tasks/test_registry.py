@@ -319,7 +319,7 @@ def test_replay_and_show(folder: Path) -> None:
 
 COMMANDS = {
     "verify": ["--all", "--quiet"],
-    "probe": ["--sites", "S", "--layers", "3", "--positions", "query", "--estimators", "ridge", "--quiet"],
+    "probe": ["--sites", "S", "--layers", "3", "--positions", "query", "--estimators", "ridge", "--permutations", "0"],
     "steer": ["--layer", "3", "--n", "3", "--placebos", "1"],
 }
 

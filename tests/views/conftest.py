@@ -44,8 +44,8 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="session")
 def run(engine: Engine) -> Run:
-    """Twelve examples with S and Z of every row. Tests must not change it."""
-    made = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(12), sites="SZ", drafter="lens", window=4, max_new=9)
+    """Eight examples with S and Z of every row. Tests must not change it."""
+    made = engine.replay(tasks.get("coin")(flips=(1, 3)).examples(8), sites="SZ", drafter="lens", window=4, max_new=9)
     assert isinstance(made, Run) and any(result.rejected for result in made), "the model must have drafts rejected"
     return made
 

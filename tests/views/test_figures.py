@@ -28,6 +28,7 @@ from replaylens.views.data import Check, Fill, Frame, Phase, Slot
 from replaylens.views.html import CHECK, INK, KINDS, LOOKS, PAGES, css_variables, kind_of, svg_style
 from replaylens.views.pictures import Timeline, timeline
 from replaylens.views.rollouts import FILLS, REST, colours
+from replaylens.workbench import drawing
 from replaylens.workbench.drawing import Grid, figure
 from tests.drawings import (
     FIGURES,
@@ -59,25 +60,37 @@ from tests.toy_model import VOCAB, continuation, engine, toy
 from tests.views.checks import meshes
 
 
+def drawn(figure: Figure) -> Figure:
+    """The same figure, with everything where drawing moves it."""
+    figure.draw_without_rendering()
+    return figure
+
+
 def outside(figure: Figure) -> list[float]:
-    """How far the words and shapes of a figure reach beyond its left, lower, right and upper edge, in inches."""
-    if (layout := figure.get_layout_engine()) is not None:
-        layout.execute(figure)  # all that drawing would move
+    """How far the words and shapes of a drawn figure reach beyond its left, lower, right and upper edge, in inches."""
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     return [float(-box.x0), float(-box.y0), float(box.x1 - width), float(box.y1 - height)]
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_nothing_leaves_the_figure(name: str) -> None:
-    made = FIGURES[name]()
+ALIKE = {"lens entropy", "lens kl", "lens logprob", "patch raw", "attention layer", "attention head", "routing load"}
+"""figures with the shape of another one and other numbers"""
+WITH_A_LEGEND = {"rollouts", "curve", "resilience", "siblings", "sweep curves", "steer"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in FIGURES])
+def test_nothing_leaves_the_figure_and_no_legend_covers_what_is_drawn(name: str) -> None:
+    made = drawn(FIGURES[name]())
     assert isinstance(made, Figure) and made.get_facecolor() == (1.0, 1.0, 1.0, 1.0), "readable on a dark page, too"
     assert max(outside(made)) < 0.02 and collisions(made) == []
     assert callable(getattr(made, "_repr_png_", None)), "a notebook shows it"
+    boxes = [legend.get_window_extent() for legend in made.legends]
+    assert len(boxes) == 1 or name not in WITH_A_LEGEND
+    if name in WITH_A_LEGEND:
+        assert not [axis for axis in made.axes if axis.get_legend() or boxes[0].overlaps(axis.get_window_extent())]
 
 
 def collisions(figure: Figure) -> list[str]:
-    """Words on a figure's axes that leave the axes, or lie on the word beside or above them, by more than a pixel."""
-    figure.draw_without_rendering()
+    """Words on a drawn figure's axes that leave the axes, or lie on the word beside or above them, by more than a pixel."""
     found = []
     for axis in figure.axes:
         edge = axis.get_window_extent().padded(1)
@@ -96,14 +109,26 @@ def lettered(rows: int, columns: int, letter: str = "W") -> Figure:
     return figure([Grid("a grid", names, ["x"] * columns, np.zeros((rows, columns)), words)], "a label", "rows", "columns")
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (3, 14), (31, 14), (10, 60), (2, 250), (200, 3)])
-@pytest.mark.parametrize("letter", ["W", "i", "\N{FULL BLOCK}"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "letter"),
+    [
+        (1, 1, "W"),
+        *((3, 14, letter) for letter in "Wi\N{FULL BLOCK}"),
+        *(pytest.param(*shape, "W", marks=pytest.mark.slow) for shape in ((31, 14), (10, 60), (2, 250), (200, 3))),
+    ],
+)
 def test_the_words_of_a_grid_fit_into_its_cells(rows: int, columns: int, letter: str) -> None:
-    made = lettered(rows, columns, letter)
+    made = drawn(lettered(rows, columns, letter))
     assert collisions(made) == []
     wide = made.axes[0].get_window_extent().width / columns
     words = [text for text in made.axes[0].texts if text.get_text()]
-    assert all(text.get_window_extent().width <= wide for text in words) and (words or columns > 60 or rows > 60)
+    assert all(text.get_window_extent().width <= wide for text in words) and bool(words) == (columns < 250 and rows < 200)
+
+
+def test_cells_that_are_too_low_have_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide ones, too. Control: the smaller words, above."""
+    monkeypatch.setattr(drawing, "_SIZE", 50.0)
+    assert not [text for text in lettered(3, 1).axes[0].texts if text.get_text()]
 
 
 def test_a_label_that_leaves_the_figure_is_found() -> None:
@@ -111,19 +136,10 @@ def test_a_label_that_leaves_the_figure_is_found() -> None:
     made = FIGURES["features"]()
     assert made._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     made.axes[-1].set_ylabel(SENTENCE)
-    assert max(outside(made)) > 0.5
-    grid = lettered(3, 14)
+    assert max(outside(drawn(made))) > 0.5
+    grid = lettered(1, 14)
     grid.axes[0].texts[0].set_text("W" * 7)
-    assert collisions(grid)
-
-
-@pytest.mark.parametrize("name", ["rollouts", "curve", "resilience", "siblings", "sweep curves", "steer"])
-def test_no_legend_covers_what_is_drawn(name: str) -> None:
-    made = FIGURES[name]()
-    made.draw_without_rendering()
-    (legend,) = made.legends
-    box = legend.get_window_extent()
-    assert not [axis for axis in made.axes if axis.get_legend() or box.overlaps(axis.get_window_extent())]
+    assert collisions(drawn(grid))
 
 
 # ---- what is drawn --------------------------------------------------------------------------------------------------------
@@ -131,19 +147,13 @@ def test_no_legend_covers_what_is_drawn(name: str) -> None:
 
 def test_lens_shows_the_token_that_was_asked_about() -> None:
     asked, plain = lens_result(" Paris"), lens_result()
-    assert np.array_equal(meshes(asked.plot())[0], asked.logprob.numpy()) and "' Paris'" in asked.plot().axes[0].get_title()
-    assert np.array_equal(meshes(plain.plot())[0], plain.probability.numpy())
-    for measure in ("entropy", "kl", "rank", "logprob", "probability"):
+    drawn, usual = asked.plot(), plain.plot()
+    assert np.array_equal(meshes(drawn)[0], asked.logprob.numpy()) and "' Paris'" in drawn.axes[0].get_title()
+    assert np.array_equal(meshes(usual)[0], plain.probability.numpy())
+    for measure in ("entropy", "kl", "rank"):
         assert np.array_equal(meshes(asked.plot(measure))[0], getattr(asked, measure).numpy())
-    assert [text.get_text() for text in plain.plot().axes[0].texts][:7] == [
-        "The",
-        "capital",
-        "of",
-        r"\$Fr\$a…",
-        "is",
-        "incom…",
-        "⍽",
-    ]
+    words = ["The", "capital", "of", r"\$Fr\$a…", "is", "incom…", "⍽"]
+    assert [text.get_text() for text in usual.axes[0].texts][:7] == words
     assert "&#39; Paris&#39; is more likely" in asked._repr_html_() and "rank 48" in asked._repr_html_()
 
 
@@ -243,9 +253,10 @@ def test_attention_view_holds_every_weight() -> None:
 
 def test_routing() -> None:
     result = routing_result()
-    path, draft = meshes(result.plot())
+    made = result.plot()
+    path, draft = meshes(made)
     assert np.array_equal(path, result.path.weights.max(-1).values.numpy()) and np.array_equal(draft, path[:, :1])
-    assert [text.get_text() for text in result.plot().axes[0].texts] == ["2", "1", "2", "0", "0", "2"]
+    assert [text.get_text() for text in made.axes[0].texts] == ["2", "1", "2", "0", "0", "2"]
     assert meshes(result.plot_load())[0].tolist() == [[1, 1, 3, 1], [3, 1, 1, 1]]
 
 
@@ -273,7 +284,8 @@ def test_rollouts() -> None:
 
 
 def test_outcome_curve() -> None:
-    result, axis = curve_result(), curve_result().plot().axes[0]
+    result = curve_result()
+    axis = result.plot().axes[0]
     for k, line in enumerate(axis.lines):
         assert np.array_equal(line.get_ydata(), result.value[:, k]) and line.get_xdata().tolist() == [4, 9, 15]
         ys = axis.collections[k].get_paths()[0].vertices[:, 1]

@@ -20,7 +20,6 @@ import torch
 from matplotlib.image import imread, imsave
 from typer.testing import CliRunner
 
-import replaylens as rl
 from replaylens import (
     ablate,
     attention,
@@ -43,14 +42,12 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.probes.report import Report
 from replaylens.probes.sweeps import sweep as run_sweep
-from replaylens.probes.sweeps import sweep as sweep_rows
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.training import embedded as zoo
 from replaylens.views import examples, maps
 from replaylens.views import sections as opening
 from replaylens.views.data import LensGuess, LensLayer, Token
-from replaylens.views.pictures import Timeline, Tree
 from replaylens.views.report import ReportPage
 from tests.dumps.damage import flip_bit, forge_index
 from tests.views.checks import assert_harmless, parsed
@@ -118,7 +115,7 @@ def test_a_dumped_tree_is_the_live_tree(run: Run, dump: Dump) -> None:
 
 
 def test_certificate(html: str, dump: Dump, engine: Engine) -> None:
-    assert 'data-status="verified"' in html and "12 examples replayed" in html
+    assert 'data-status="verified"' in html and "8 examples replayed" in html
     for text in (dump.digest, dump.accepted_digest, engine.fingerprint.digest, engine.fingerprint.weights):
         assert text in html
     unknown = ReportPage(dump, trees=1).html()
@@ -141,7 +138,7 @@ def test_the_same_dump_gives_the_same_bytes(dump: Dump, tmp_path: Path) -> None:
     one = ReportPage(dump, trees=3).save(tmp_path / "a.html")
     again = ReportPage(Dump.open(dump.url), trees=3).save(tmp_path / "new" / "b.html")
     assert one.read_bytes() == again.read_bytes()
-    assert "The first 3 of 12 examples have a tree." in one.read_text() and len(blocks_of(one.read_text())) == 3
+    assert "The first 3 of 8 examples have a tree." in one.read_text() and len(blocks_of(one.read_text())) == 3
     assert [file.name for file in tmp_path.iterdir() if file.is_file()] == ["a.html"], "no temporary file is left"
 
 
@@ -195,7 +192,7 @@ def plain_dump(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Dump
 
 @pytest.fixture(scope="module")
 def sweep(plain_dump: Dump) -> Report:
-    return sweep_rows(plain_dump, "start", sites="S", positions=("query",), folds=3, permutations=19)
+    return run_sweep(plain_dump, "start", sites="S", positions=("query",), folds=3, permutations=19, estimators="ridge")
 
 
 def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: Report) -> None:
@@ -214,9 +211,10 @@ def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: R
 
 
 def test_a_report_about_other_rows_is_said_to_be(dump: Dump, plain_dump: Dump, sweep: Report) -> None:
-    assert f"About other rows: digest {plain_dump.digest}" in ReportPage(dump, (sweep,), trees=1).html()
-    of_a_run = replace(sweep, source={**sweep.source, "digest": ""})
-    assert "About other rows: of a run, not of a dump" in ReportPage(dump, (of_a_run,), trees=1).html()
+    """Control: the page of the sweep's own rows, above, says nothing of the kind."""
+    others = [replace(sweep, source={**sweep.source, "digest": digest}) for digest in (dump.digest, "")]
+    page = ReportPage(plain_dump, others, trees=1).html()
+    assert f"About other rows: digest {dump.digest}" in page and "About other rows: of a run, not of a dump" in page
 
 
 def test_probes_alone(sweep: Report, tmp_path: Path) -> None:
@@ -262,23 +260,19 @@ def test_command_on_a_mismatch(dump: Dump, saved_model: Path, tmp_path: Path) ->
     assert 'data-status="mismatch"' in (tmp_path / "a.html").read_text()
 
 
-def test_command_with_probes(dump: Dump, sweep: Report, tmp_path: Path) -> None:
+def test_command_with_probes(plain_dump: Dump, sweep: Report, tmp_path: Path) -> None:
     sweep.save(tmp_path / "probes", figures=False)
     alone = call(tmp_path / "probes", "--out", tmp_path / "a.html")
     assert alone.exit_code == 0 and 'id="probes"' in (tmp_path / "a.html").read_text(), alone.output
-    both = call(dump.url, tmp_path / "probes" / "report.json", "--out", tmp_path / "b.html", "--verify", 0, "--trees", 1)
+    both = call(plain_dump.url, tmp_path / "probes" / "report.json", "--out", tmp_path / "b.html", "--verify", 0, "--trees", 1)
     page = (tmp_path / "b.html").read_text()
     assert both.exit_code == 0 and 'id="probes"' in page and 'id="examples"' in page
     (tmp_path / "probes" / "report.json").write_text("{}")
     assert call(tmp_path / "probes", "--out", tmp_path / "c.html").exit_code == 2
-    assert call(dump.url, tmp_path, "--out", tmp_path / "c.html").exit_code == 2, "two dumps"
-
-
-def test_command_refuses_what_it_cannot_do(dump: Dump, tmp_path: Path) -> None:
+    assert call(plain_dump.url, tmp_path, "--out", tmp_path / "c.html").exit_code == 2, "two dumps"
     assert call(tmp_path / "nothing").exit_code == 2
-    unknown = call(dump.url, "--out", tmp_path / "a.html")
-    assert unknown.exit_code == 2 and "--model" in unknown.output and not (tmp_path / "a.html").exists()
-    assert call(dump.url, "--out", tmp_path / "a.html", "--verify", 0, "--trees", 1).exit_code == 0
+    unknown = call(plain_dump.url, "--out", tmp_path / "c.html")
+    assert unknown.exit_code == 2 and "--model" in unknown.output and not (tmp_path / "c.html").exists()
 
 
 @pytest.mark.parametrize("out", [".", "", "folder", "folder/.."])
@@ -322,12 +316,18 @@ def coin(tmp_path_factory: pytest.TempPathFactory) -> Dump:
 
 @pytest.fixture(scope="module")
 def swept(coin: Dump) -> Report:
-    return run_sweep(coin, "face", sites="S", estimators="ridge", permutations=19)
+    return run_sweep(coin, "face", sites="S", layers=[0, 3], positions="query", estimators="ridge", permutations=19)
 
 
 @pytest.fixture(scope="module")
 def page(coin: Dump, swept: Report) -> str:
-    return ReportPage(coin, (swept,)).html()
+    return ReportPage(coin, (swept,), trees=3).html()
+
+
+@pytest.fixture(scope="module")
+def bare(coin: Dump) -> str:
+    """The page of the dump without probes."""
+    return ReportPage(coin, trees=1).html()
 
 
 def sections(page: str) -> list[str]:
@@ -350,17 +350,14 @@ def test_findings_come_first_and_the_certificate_last(page: str, swept: Report) 
     assert_harmless(page, 2 + page.count('class="rl-block"'))
 
 
-def test_the_first_sentence_needs_no_knowledge(coin: Dump, page: str, swept: Report) -> None:
+def test_the_first_sentence_needs_no_knowledge(page: str, bare: str, swept: Report) -> None:
     """The best cell in words, or, where nothing is shown, that it is not; without probes, what the page is about."""
     first = lambda html: re.search(r'<p class="rl-first">([^<]*)</p>', html)[1]  # type: ignore[index]  # noqa: E731
     best = swept.best("face")
     told = entities.unescape(first(page))
     assert told.startswith("The model's next answer ") and "before it is written" in told
     assert f"is right in {best['accuracy']:.0%} of cases" in told and not re.search(r"\b[STCZ]\d|\bp\b|ridge", told)
-    assert (
-        first(ReportPage(coin).html())
-        == "What a language model computed at every token of 16 texts, and which drafts it rejected."
-    )
+    assert first(bare) == "What a language model computed at every token of 16 texts, and which drafts it rejected."
 
 
 def test_a_finding_follows_the_verdict(swept: Report) -> None:
@@ -399,17 +396,17 @@ def test_the_headline_of_a_transfer_is_accepted_to_rejected(verdict: str, read: 
     assert read in told and "right in 80% of rejected cases" in told and "right in 50%" in told
 
 
-def test_the_overview_counts_what_the_dump_holds(coin: Dump) -> None:
+def test_the_overview_counts_what_the_dump_holds(coin: Dump, bare: str) -> None:
     """Branches, not examples that have some; rows of accepted paths beside all of them. The first lines say the same."""
-    page, index = ReportPage(coin).html(), coin.to_pandas()
-    facts = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", page))
+    index = coin.to_pandas()
+    facts = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", bare))
     branches = index[index["branch"] > 0].groupby("example")["branch"].nunique()
     right = index.groupby("example")["correct"].first()
     assert facts["rejected branches"] == str(branches.sum()) and branches.sum() > len(branches)
     assert facts["rows"] == f"{len(index)}, {int(index['accepted'].sum())} of them on accepted paths"
     assert facts["examples"] == str(len(right)) and facts["right answers"] == f"{right.sum()} ({right.mean():.1%})"
     told = f"{len(right)} examples, {right.mean():.0%} answered right, with {branches.sum()} rejected branches."
-    assert f"<p>{told}</p>" in page.split('id="found"')[1]
+    assert f"<p>{told}</p>" in bare.split('id="found"')[1]
 
 
 def test_a_section_that_is_not_known_comes_before_what_the_page_rests_on() -> None:
@@ -482,10 +479,10 @@ def test_the_pages_command_verifies_the_dump(coin: Dump, tmp_path: Path, monkeyp
     assert told.exit_code == 0 and "verified" in told.output, told.output
 
 
-def test_the_pages_command_names_the_model_and_the_task(dump: Dump, tmp_path: Path) -> None:
+def test_the_pages_command_names_the_model_and_the_task(plain_dump: Dump, tmp_path: Path) -> None:
     options = ("--model", "coin-plain", "--task", "coin")
-    assert call_of_opening("report", dump.url, "--out", tmp_path / "a.html", "--verify", 0, "--quiet", *options).exit_code == 0
-    assert pasted(tmp_path / "a.html") == ["verify", dump.url, "--all", *options]
+    assert call(plain_dump.url, "--out", tmp_path / "a.html", "--verify", 0, *options).exit_code == 0
+    assert pasted(tmp_path / "a.html") == ["verify", plain_dump.url, "--all", *options]
 
 
 # ---- the lens ------------------------------------------------------------------------------------------------------------
@@ -506,18 +503,10 @@ def test_the_grid_starts_where_the_answer_does() -> None:
     assert alone is None and text is not None and len(text.columns) == 4, "a text without an answer is shown from its start"
 
 
-def test_averages_start_at_the_answer_too(coin: Dump) -> None:
-    from replaylens.views import examples as dumped
-
-    for each in maps.averages(dumped.examples(coin)).maps():
-        assert each.columns[:3] == ("-1", "+0", "+1")
-
-
-def test_the_scale_shows_the_inner_layers(coin: Dump) -> None:
+def test_averages_start_at_the_answer_and_their_scale_shows_the_inner_layers(coin: Dump) -> None:
     """Before the first block the lens is far off, and the output is exact: neither decides what the others look like."""
-    from replaylens.views import examples as dumped
-
-    (emitted, _, kl) = maps.averages(dumped.examples(coin)).maps()
+    (emitted, entropy, kl) = maps.averages(examples.examples(coin)).maps()
+    assert all(each.columns[:3] == ("-1", "+0", "+1") for each in (emitted, entropy, kl))
     first, inner = kl.cells[-1], [cell for line in kl.cells[1:-1] for cell in line]
     assert min(cell.value for cell in first if cell) > kl.high, "beyond the end of the scale"
     assert sum(kl.low <= cell.value <= kl.high for cell in inner if cell) >= 0.85 * len(inner)
@@ -534,12 +523,12 @@ def test_a_few_extreme_values_do_not_wash_out_the_others() -> None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 # Results of the workbench on the report page: figures as shapes, text as text, equal bytes for equal results.
 
-COIN = "A coin's state is {}. Alice flips. What's the state? A:"
+COIN = "A coin's state is {}. A:"
 HEADS, TAILS = COIN.format("heads"), COIN.format("tails")
 PAIR = (" tails", " heads")
 VERBS: dict[str, Callable[[Engine], Any]] = {
-    "lens": lambda engine: lens(engine, HEADS),
-    "patch": lambda engine: patch(engine, HEADS, TAILS, metric=PAIR, sites="ST", positions=[4, -1]),
+    "lens": lambda engine: lens(engine, "A coin"),
+    "patch": lambda engine: patch(engine, HEADS, TAILS, metric=PAIR, sites="S", positions=[4, -1]),
     "path patch": lambda engine: path_patch(engine, HEADS, TAILS, metric=PAIR, receivers=[(1, 3)]),
     "ablate": lambda engine: ablate(engine, [HEADS, TAILS], metric=PAIR, heads=[(1, 3)]),
     "ablate neurons": lambda engine: ablate(engine, [HEADS, TAILS], metric=PAIR, neurons=[(1, 3)]),
@@ -562,16 +551,16 @@ def test_every_verb_can_be_saved(engine_of_results: Engine, tmp_path: Path) -> N
     found = assert_harmless(html, scripts=1)
     assert found.tags.count("svg") == len(VERBS) and "<b>mine" not in html
     assert {"lens", "patch", "ablate", "steer", "attention", "attribution"} <= {text.strip() for text in found.texts}
-    chosen = [VERBS["patch"](engine_of_results), results[list(VERBS).index("patch")], results[list(VERBS).index("lens")]]
+    names = list(VERBS)
+    again = VERBS["ablate neurons"](engine_of_results)
+    chosen = [again, results[names.index("ablate neurons")], results[names.index("ablate")]]
     pages = [ReportPage().add(result).save(tmp_path / f"{i}.html") for i, result in enumerate(chosen)]
     assert pages[0].read_bytes() == pages[1].read_bytes() != pages[2].read_bytes()
 
 
 def test_hostile_text_stays_text(engine_of_results: Engine) -> None:
     """Tokens of any vocabulary reach the page, also those with dollar signs, which start a formula in matplotlib."""
-    from dataclasses import replace
-
-    shown = lens(engine_of_results, HEADS)
+    shown = lens(engine_of_results, "A coin")
     hostile = replace(shown, tokens=tuple("<script>alert(1)</script>$\\frac{" for _ in shown.tokens))
     html = ReportPage(results=(hostile,)).html()
     assert_harmless(html, scripts=1)
@@ -579,7 +568,7 @@ def test_hostile_text_stays_text(engine_of_results: Engine) -> None:
 
 
 def test_other_things_are_refused(engine_of_results: Engine, tmp_path: Path) -> None:
-    for results in ([3], lens(engine_of_results, HEADS), "lens", [ReportPage]):
+    for results in ([3], lens(engine_of_results, "A coin"), "lens", [ReportPage]):
         with pytest.raises(BadRequest, match="Invalid results"):
             report(tmp_path / "a.html", results=results)  # type: ignore[arg-type]
     with pytest.raises(BadRequest, match="would be empty"):
@@ -588,28 +577,14 @@ def test_other_things_are_refused(engine_of_results: Engine, tmp_path: Path) -> 
 
 
 # ---- docs ------------------------------------------------------------------------------------------------------------
-# The snippets about views in docs/branches.md do what the page says, and its pictures exist.
+# The pictures of the docs exist; their snippets are run by tests/docs/test_pages.py.
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_snippets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All code blocks of the section run in sequence. The last lines of each match the page."""
-    monkeypatch.chdir(tmp_path)
-    text = (DOCS / "branches.md").read_text().split("\n## Trees, timelines and boards\n")[1].split("\n## ")[0]
-    names: dict[str, object] = {"rl": rl}
-    for block in re.findall(r"```python\n(.*?)```", text, re.S):
-        exec(compile(block, "docs/branches.md", "exec"), names)
-    run, root = names["run"], names["root"]
-    assert isinstance(run.tree(1), Tree) and isinstance(run.timeline(1), Timeline)  # type: ignore[attr-defined]
-    assert len(root.tree().paths) >= 3  # type: ignore[attr-defined]
-    told, seen = names["drawn"], names["wrong"].timeline()  # type: ignore[attr-defined]
-    assert [(f.phase, f.caption) for f in told.frames] == [(f.phase, f.caption) for f in seen.frames]  # type: ignore[attr-defined]
-
-
 def test_pictures_are_there_in_light_and_dark() -> None:
     """Every picture stands on a page, every picture of a page is there, and a dark page shows no white one."""
-    pages = [DOCS.parent / "README.md", *DOCS.glob("*.md"), *(DOCS.parent / "notes").glob("*.md")]
+    pages = [DOCS.parent / "README.md", *DOCS.glob("*.md"), *(DOCS / "notes").glob("*.md")]
     shown = set[Path]()
     for page in pages:
         text = page.read_text()

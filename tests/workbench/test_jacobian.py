@@ -15,7 +15,7 @@ from replaylens.gradients import derivatives
 from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
 from tests.toy_model import random_model
 
-TEXTS = [[3, 1, 4, 1, 5, 9], [2, 6, 5]]
+TEXTS = [[3, 1, 4, 1, 5], [2, 6, 5]]
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "parallel, layer norm": dict(norm="layer", parallel_residual=True),
@@ -102,15 +102,11 @@ def coin() -> Engine:
     return Engine.load("coin-plain")
 
 
-@pytest.fixture(scope="module")
-def fitted(coin: Engine) -> TunedLens:
-    return fit_jacobian_lens(coin, [COIN])
-
-
 @pytest.mark.slow
-def test_it_goes_where_a_tuned_lens_goes(coin: Engine, fitted: TunedLens, tmp_path: Any) -> None:
+def test_it_goes_where_a_tuned_lens_goes(coin: Engine, tmp_path: Any) -> None:
     """Saved and read, through Z of a capture and the workbench. It reads the output better than the plain lens does here."""
     engine, text = coin, COIN
+    fitted = fit_jacobian_lens(coin, [COIN])
     fitted.save(tmp_path / "lens.safetensors")
     again = TunedLens.load(tmp_path / "lens.safetensors")
     plain, read = lens(engine, text), lens(engine, text, tuned=again)
@@ -120,9 +116,9 @@ def test_it_goes_where_a_tuned_lens_goes(coin: Engine, fitted: TunedLens, tmp_pa
     assert torch.equal(branch.activations["Z.kl"].t(), read.kl)
 
 
-def test_lenses_side_by_side(coin: Engine, fitted: TunedLens) -> None:
+def test_lenses_side_by_side(coin: Engine) -> None:
     """One line per lens and layer, the model's output last; the figure has a line for each lens."""
-    engine, texts = coin, [COIN, "A coin's state is tails."]
+    engine, texts, fitted = coin, [COIN, "A coin's state is tails."], fit_jacobian_lens(coin, ["A coin's state"])
     found = compare_lenses(engine, texts, {"Jacobian": fitted})
     plain = [lens(engine, text) for text in texts]
     mean = torch.cat([each.kl[:, 1:] for each in plain], dim=1).double().mean(1)

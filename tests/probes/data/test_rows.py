@@ -262,8 +262,8 @@ def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
 def test_parts_and_shifts(engine: Engine) -> None:
     """Two dumps joined: fitted on one wording, tested on the other, and every root is on its task's own side."""
     made = {}
-    for name, knobs in {"plain": {}, "idle": {"phrasing": "idle"}, "rare": {"p": 0.9}}.items():
-        run = engine.replay(tasks.get("coin")(flips=(2, 3), **knobs).examples(40), sites=["blocks.2.hook_in"], drafter="lens")
+    for name, knobs in {"plain": {}, "idle": {"phrasing": "idle"}}.items():
+        run = engine.replay(tasks.get("coin")(flips=(2, 3), **knobs).examples(24), sites=["blocks.2.hook_in"], drafter="lens")
         made[name] = ProbeRows.of(run)
     joined = groups.distinct(ProbeRows.join(**made).accepted())
     split = splits.by_part(joined, "plain", "idle")
@@ -392,7 +392,7 @@ def test_a_label_of_the_path_is_not_shown(coin: ProbeRows) -> None:
     assert paths is not None
     bit = [hashlib.sha256(path.tobytes()).digest()[0] % 2 for path in paths]
     labelled = replace(here, frame=here.frame.assign(bit=bit))
-    report = sweep(labelled, "bit", sites=["blocks.3.hook_in"], positions="step:1", permutations=39)
+    report = sweep(labelled, "bit", sites=["blocks.3.hook_in"], positions="step:1", permutations=39, estimators="ridge")
     line = report.best("bit")
     assert report.text().startswith("Not shown") and line["low"] < 0.5
     assert line["distinct"] == line["groups"] < line["rows"] == len(here), "what repeats is counted, but not as evidence"
@@ -470,7 +470,7 @@ def test_a_shared_row_is_named(coin: ProbeRows) -> None:
 
 def test_a_position_without_values_is_skipped(coin: ProbeRows) -> None:
     """There is no next action at the query. The other position is probed, and a note says what is missing."""
-    how = dict(sites=["blocks.3.hook_in"], permutations=0, controls=False)
+    how = dict(sites=["blocks.3.hook_in"], permutations=0, controls=False, estimators="ridge")
     report = sweep(coin, "next_action", positions=("step", "query"), **how)
     assert {line["position"] for line in report.lines} == {"step"}
     assert any("label 'next_action' at position 'query'" in note for note in report.notes)
@@ -511,8 +511,8 @@ def test_plain_arrays(plain: Plain) -> None:
 
 def test_power_with_controls() -> None:
     """A label that is read at 74 % from 100 groups is shown, with every control on, and noise beside it is not."""
-    drawn = [Effect(1.75, 0.95).one(seed) for seed in range(4)]
-    assert sum(found for found, _, _ in drawn) >= 3 and not any(other for _, other, _ in drawn)
+    drawn = [Effect(1.75, 0.95).one(seed) for seed in range(2)]
+    assert all(found and not other for found, other, _ in drawn)
 
 
 def test_selectivity_is_part_of_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,13 +595,13 @@ def test_labels_that_are_alike_in_all_groups(sizes: list[int]) -> None:
 def test_a_label_that_goes_with_the_size_of_a_group() -> None:
     """Noise whose longer documents are of one class: exchanged labels have other frequencies, which is no finding."""
     found = 0
-    for seed in range(20):
+    for seed in range(12):
         generator = np.random.default_rng(seed)
         kind = generator.integers(2, size=60)
         group = np.repeat(np.arange(60), np.where(kind == 1, 3, 1))
         rows = arrays(generator.normal(size=(len(group), 4)), kind[group], group)
-        found += bool(shown(sweep(rows, "label", estimators="ridge", permutations=39, seed=seed).table).any())
-    assert found <= 3
+        found += bool(shown(sweep(rows, "label", estimators="ridge", permutations=19, seed=seed).table).any())
+    assert found <= 2
 
 
 def test_rows_that_disagree_are_all_kept() -> None:
@@ -668,12 +668,12 @@ def dump(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Dump:
 
 
 def test_a_probe_reads_the_answer_at_the_last_token(run: Run, dump: Dump) -> None:
-    report = probes.sweep(dump, "answer", **HOW)
+    report = probes.sweep(dump, "answer", permutations=19, **HOW)
     (line,) = [line for line in report.lines if line["label"] == "answer"]
     assert line["position"] == "last" and line["accuracy"] > 0.9 > max(line["majority"], line["bag_of_tokens"])
     assert any(line["label"] == "shuffled" and line["known_zero"] for line in report.lines)
     assert report.source["knobs"]["texts"].startswith("60 texts, SHA-256") and run[0].example.prompt not in report.text()
-    again = probes.sweep(run, "answer", **HOW)
+    again = probes.sweep(run, "answer", permutations=0, **HOW)
     assert [line["accuracy"] for line in again.lines] == [line["accuracy"] for line in report.lines]
     with pytest.raises(NotForTexts, match="labels answer, flips, start, and none of them is the state"):
         probes.sweep(run, **HOW)

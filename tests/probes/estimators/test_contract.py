@@ -42,12 +42,11 @@ X[:, 2] += 4 * (Y - 0.5)
 
 NOT_TRIED = {"ccs": 4, "attentive": 3, "leace": 3, "inlp": 3}
 """estimators for calls with rows of their own, which no sweep fits; of ccs, scikit-learn's checks give no pairs"""
+SLOW = ("logistic", "logistic-cv", "mass-mean-whitened", "mlp", "inlp")
+"""of the classes of others, ridge, ridge-cv, mass-mean and leace; or pipelines of scikit-learn's own classes"""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in ("mlp", "logistic-cv", "inlp") else name for name in ESTIMATORS],
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ESTIMATORS])
 def test_every_estimator_keeps_its_promises(name: str) -> None:
     """scikit-learn's own checks, the same bits for the same rows, a sweep, a direction, and the places that name it."""
     found = check(name, kind="estimator")
@@ -636,7 +635,8 @@ def test_bad_rows_are_refused() -> None:
 
 def test_planted_direction_is_found_and_noise_is_not() -> None:
     """The layer that holds the label is shown. Noise, and the layer with that direction removed, are not."""
-    table = sweep(rows_of(), "face", sites="S", positions="all", estimators=["logistic", "mass-mean", "ridge"]).table
+    names = ["logistic", "mass-mean", "ridge"]
+    table = sweep(rows_of(), "face", sites="S", positions="all", estimators=names, permutations=99).table
     main = table[~table["known_zero"]]
     planted, rest = main[main["layer"] == 1], main[main["layer"] != 1]
     assert (planted["accuracy"] > 0.95).all() and (planted["p_family"] <= 0.01).all()
@@ -662,7 +662,7 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     return [chance in each for each in ratio_over_groups(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
-@pytest.mark.parametrize("seeds, fewest, most", [(24, 20, 24), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds, fewest, most", [(16, 13, 16), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
 def test_known_zeros_sit_at_chance(seeds: int, fewest: int, most: int) -> None:
     """In about 95 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""
     labels = ["shuffled", "next_action"]

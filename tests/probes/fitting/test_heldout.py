@@ -1,6 +1,8 @@
 """The prediction for a held-out row depends only on that row and the rows the probe was fitted on."""
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +56,7 @@ def test_labels_of_tested_rows_are_not_looked_at(name: str) -> None:
     """Flipping the labels of all tested rows, fold by fold, does not change their predictions."""
     goal = face()
     before = held_out(name, X, [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots)
-    for train, test in SPLIT:
+    for train, test in list(SPLIT)[:2]:
         flipped = replace(goal, codes=np.where(test, 1 - goal.codes, goal.codes))
         after = held_out(name, X, [flipped], SPLIT.train, SPLIT.test, groups=ROWS.roots)
         assert same(after, before, test)
@@ -67,7 +69,7 @@ def test_tested_rows_do_not_see_each_other(name: str, nuisance: bool) -> None:
     goal = face()
     place = np.random.default_rng(0).normal(size=(len(ROWS), 1)) if nuisance else None
     before = held_out(name, X, [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots, nuisance=place)
-    for _, test in list(SPLIT)[:2]:
+    for _, test in list(SPLIT)[:1]:
         alone = np.flatnonzero(test)[:1]
         others = np.setdiff1d(np.flatnonzero(test), alone)
         after = held_out(name, _moved(others), [goal], SPLIT.train, SPLIT.test, groups=ROWS.roots, nuisance=place)
@@ -220,7 +222,7 @@ def test_sweep_and_probe_take_them() -> None:
     """Through a sweep, for classes and numbers, and as a saved direction."""
     rows = rows_of(roots=60)
     rows.frame["size"] = rows.matrix("S", 1)[:, 0] + 0.1
-    quick = dict(sites="S", positions="all", controls=False, permutations=19)
+    quick = dict(sites="S", positions="all", controls=False, permutations=0)
     table = sweep(rows, "face", layers=[0, 1], estimators=["logistic-cv", "ridge-cv"], **quick).table
     assert (table[table["layer"] == 1]["accuracy"] > 0.95).all() and (table[table["layer"] == 0]["accuracy"] < 0.7).all()
     assert table[table["estimator"] == "logistic-cv"]["v_information"].notna().all()
@@ -258,11 +260,16 @@ def problem_of_online_code(memorable: bool) -> tuple[torch.Tensor, Goal, list[Go
     return torch.from_numpy(x), goal_of(codes, LABEL), draws, np.repeat(np.arange(ROWS_OF_ONLINE_CODE // 2).astype(str), 2)
 
 
+@cache
+def coded(memorable: bool) -> list[Any]:
+    """The codes of the cell with the label and of the one without it, beside the control task."""
+    return online_codes(*problem_of_online_code(memorable))
+
+
 @pytest.mark.parametrize("memorable", [False, True])
 def test_label_against_control_task(memorable: bool) -> None:
     """Where contexts can be told apart the control task is coded as well as the label, and selectivity shrinks."""
-    x, label, draws, roots = problem_of_online_code(memorable)
-    read, noise = online_codes(x, label, draws, roots)
+    read, noise = coded(memorable)
     assert read.compression > 4 > 1.2 > noise.compression
     assert read.control_bits * read.control_compression == pytest.approx(1)
     if memorable:
@@ -274,8 +281,8 @@ def test_label_against_control_task(memorable: bool) -> None:
 
 
 def test_controls_do_not_change_the_label() -> None:
-    x, label, draws, roots = problem_of_online_code(True)
-    alone, beside = online_codes(x, label, [], roots)[0], online_codes(x, label, draws, roots)[0]
+    x, label, _, roots = problem_of_online_code(True)
+    alone, beside = online_codes(x, label, [], roots)[0], coded(True)[0]
     assert (alone.bits, alone.compression) == (beside.bits, beside.compression)
     assert np.isnan([alone.control_bits, alone.control_compression, alone.selectivity]).all()
     with pytest.raises(ProbeError, match="number"):
@@ -322,14 +329,15 @@ def test_moments_are_right() -> None:
     assert np.allclose(moments.within.numpy(), within, atol=1e-12)
 
 
-@pytest.mark.parametrize("batch, backwards", [(7, False), pytest.param(80, False, marks=pytest.mark.slow), (32, True)])
+@pytest.mark.parametrize("batch, backwards", [(7, False), pytest.param(30, False, marks=pytest.mark.slow), (16, True)])
 def test_fitted_while_capturing(engine: Engine, coin_dump: Dump, batch: int, backwards: bool) -> None:
     """Mass-mean, whitened and LEACE fits have the same bits from a replay, in any batches and any order, and from the dump."""
-    examples = tasks.get("coin")(flips=(2, 5)).examples(80)
+    examples = tasks.get("coin")(flips=(2, 5)).examples(30)
     if backwards:
         examples = examples[::-1]
     collected = fit_streaming(engine, examples, "face", ["heads", "tails"], sites="S", batch=batch)
     rows = ProbeRows.of(coin_dump).accepted().at("step")
+    rows = rows.where(rows.frame["example"] < 30)
     for layer in (0, 2, 4):
         X, y = rows.matrix("S", layer), rows.target("face").values
         for whiten in (False, True):

@@ -5,6 +5,7 @@ They agree with textbook formulas and with exact enumeration.
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, pairwise
 from math import comb
 
@@ -253,7 +254,8 @@ def test_rollouts_of_both_sides_are_taken_as_independent() -> None:
     """What docs/branches.md says of shared seeds: if equal noise makes opposite outcomes, equal ones seem to differ."""
     generator = np.random.default_rng(0)
     first, other = (np.stack([heads, 50 - heads], 1) for heads in generator.binomial(50, 0.5, size=(2, 400)))
-    independent, same, opposite = ((distances(first, b).p <= 0.05).mean() for b in (other, first, first[:, ::-1]))
+    how = dict(permutations=199, resamples=99)
+    independent, same, opposite = ((distances(first, b, **how).p <= 0.05).mean() for b in (other, first, first[:, ::-1]))
     assert same == 0 and independent <= 0.05 and 0.10 < opposite < 0.16
 
 
@@ -559,6 +561,7 @@ def test_impossible_counts_are_refused(counts, positions) -> None:
 ROOTS = 50
 
 
+@cache
 def planted(outcomes: int, estimator: str, from_text: bool = False, seed: int = 0) -> Report:
     """Two forks of each root. The state holds the logits of the outcomes or, with `from_text`, only what the tokens say."""
     generator = np.random.default_rng(seed)
@@ -785,7 +788,7 @@ def test_a_slow_similarity_is_asked_once(rollouts_of_rollout_texts: RolloutTexts
 # ---- calibration ------------------------------------------------------------------------------------------------------
 # Error rates of the verdicts: some by few simulations, with room for their spread; all of them in the slow test.
 
-QUICK = 30
+QUICK = 20
 """simulations; an error rate of 5 % shows more than 5 errors in 1 of 300 runs, and the seeds are fixed"""
 MISSED = {
     "outcome curve, p = 0.98, 100 rollouts",  # holds too often: .985
@@ -795,7 +798,6 @@ MISSED = {
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CHOSEN = (
     "importance, tv, 10 units, 30 rollouts, 2 outcomes, rarest 0.5",
-    "importance, kl, 10 units, 100 rollouts, 4 outcomes, rarest 0.1",
     "counterfactual importance, 5 units, 60 rollouts",
     "change points, 20 forks, 30 rollouts, 2 outcomes",
     "forking tokens, 20 of 3, all at the threshold, 50 rollouts",
@@ -803,8 +805,6 @@ CHOSEN = (
     "sibling divergence, 4 depths, 20 forks of 6",
     "draft agreement, 60 forks of 30 roots",
     "tv, equal, 30 rollouts",
-    "tv, 4 outcomes, near, 100 rollouts",
-    "place of a change of .2, 100 rollouts",
     "importance, tv, one of 10 units by .3, 100 rollouts",
     "change points, one change of .2, 100 rollouts",
     "draft agreement, half of the drafts",
@@ -826,7 +826,7 @@ def test_quick_control() -> None:
 
 def test_estimates_lose_the_bias_of_counting() -> None:
     """At equal distributions the corrected distance is nearer to 0 than the plug-in one, at far ones no farther off."""
-    found = {setting.name: setting.mean(60) for setting in BIASES if "100 rollouts" in setting.name}
+    found = {setting.name: setting.mean(40) for setting in BIASES if "100 rollouts" in setting.name}
     for measure in ("tv", "kl"):
         for about in ("equal", "4 outcomes, equal"):
             assert abs(found[f"{measure}, {about}, 100 rollouts"]) < 0.6 * found[f"{measure} (plug-in), {about}, 100 rollouts"]

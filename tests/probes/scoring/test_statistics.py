@@ -59,13 +59,13 @@ def clusters(seed: int) -> tuple[np.ndarray, np.ndarray]:
 def test_interval_covers_on_clusters() -> None:
     """95 % intervals hold the true rate in 90 to 98 of 100 simulations. Treating rows as independent would not achieve this."""
     hits, naive = 0, 0
-    for seed in range(300):
+    for seed in range(150):
         right, roots = clusters(seed)
         hits += 0.7 in ratio_over_groups(right[None], np.ones(len(right)), roots)[0]
         apart = np.arange(len(right)).astype(str)
         naive += 0.7 in ratio_over_groups(right[None], np.ones(len(right)), apart)[0]
-    assert 0.90 <= hits / 300 <= 0.98
-    assert naive / 300 < 0.85
+    assert 0.90 <= hits / 150 <= 0.98
+    assert naive / 150 < 0.85
 
 
 def test_interval_where_all_agree() -> None:
@@ -84,12 +84,12 @@ def test_interval_where_all_agree() -> None:
 def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
     """Each placebo flips every prompt or none: intervals hold the rate over directions. Intervals over prompts alone do not."""
     roots, hits, naive = np.arange(30).astype(str), 0, 0
-    for seed in range(150):
+    for seed in range(100):
         flips = np.random.default_rng(seed).random(placebos) < rate
         values = np.repeat(flips[:, None].astype(float), 30, 1)
         hits += rate in mean_over_placebos(values, roots, seed=seed, share=True)
         naive += rate in mean_over_groups(values.mean(0), roots)
-    assert hits / 150 >= 0.88 and naive / 150 < 0.8
+    assert hits / 100 >= 0.88 and naive / 100 < 0.8
 
 
 def test_interval_over_placebos_where_all_agree() -> None:
@@ -194,7 +194,7 @@ def test_p_values_are_small_only_where_something_is() -> None:
     for seed in range(100):
         labels = np.repeat(generator.integers(2, size=40), 3)
         guesses = generator.integers(2, size=(1, 120))
-        small += permuted(guesses, labels, roots, 99, seed).p[0] <= 0.05
+        small += permuted(guesses, labels, roots, 19, seed).p[0] <= 0.05
     assert small <= 11
     assert permuted(labels[None], labels, roots, 99).p[0] == 0.01
 
@@ -212,7 +212,7 @@ def test_corrected_t_test() -> None:
 def test_partners_of_equal_length() -> None:
     """Groups keep their first rows, as many as four others at least, with the fewest rows left out. By trying all cuts."""
     generator = np.random.default_rng(3)
-    for count in (5, 9, 10, 12, 16):
+    for count in (5, 9, 10, 12, 13):
         sizes = np.maximum(1, np.round(4 * np.exp(generator.normal(size=count)))).astype(int)
         groups = generator.permutation(np.repeat(np.arange(count), sizes))
         kept = with_partners(groups)
@@ -372,7 +372,7 @@ def test_no_interval_has_width_zero() -> None:
 def test_areas_cover_the_truth(groups: int, truth: float) -> None:
     """Three rows per group that share most of their score; the standard error of a coverage of 95 % is 1.8 %."""
     generator, found = np.random.default_rng(1), []
-    while len(found) < 150:
+    while len(found) < 100:
         good = np.repeat(generator.random(groups) < 0.4, 3)
         if good.sum() in (0, 3, len(good) - 3, len(good)):
             continue
@@ -385,12 +385,12 @@ def test_areas_cover_the_truth(groups: int, truth: float) -> None:
 def test_gains_cover_zero() -> None:
     """Three scores as good as the baseline: in 95 of 100 simulations no interval lies beyond zero."""
     generator, held = np.random.default_rng(2), 0
-    for _ in range(100):
+    for _ in range(60):
         good = generator.random(40) < 0.5
         common = generator.normal(size=40) + 2 * good
         base, *scores = (common + generator.normal(size=40) for _ in range(4))
         held += all(0 in gain for gain in area_gains(scores, base, good, names(20, 2)))
-    assert held >= 90
+    assert held >= 54
 
 
 @pytest.mark.parametrize("classes, share, per_group", [(2, 0.97, 1), (2, 0.5, 3), (8, 0.125, 1), (8, 0.9, 3)])
@@ -398,7 +398,7 @@ def test_balanced_accuracy_covers_the_truth(classes: int, share: float, per_grou
     """Twenty groups whose rows have one class and mostly stand or fall together; classes of unequal size."""
     generator, held, done = np.random.default_rng(3), 0, 0
     often = 0.6 ** np.arange(classes) if classes == 2 else np.ones(classes)
-    while done < 150:
+    while done < 100:
         codes = np.repeat(generator.choice(classes, 20, p=often / often.sum()), per_group)
         if len(np.unique(codes)) < classes:
             continue
@@ -529,7 +529,7 @@ def test_pooling_folds_biases_the_area() -> None:
         codes, fold = generator.integers(2, size=60), np.arange(60) % 10
         goal = Goal("y", "label", "class", ("0", "1"), codes, np.ones(60, dtype=bool))
         test = np.arange(10)[:, None] == fold
-        score = held_out("logistic", torch.from_numpy(generator.normal(size=(1, 60, 2))), [goal], ~test, test).score[:, 0]
+        score = held_out("ridge", torch.from_numpy(generator.normal(size=(1, 60, 2))), [goal], ~test, test).score[:, 0]
         within.append(intervals.auroc(score, codes, fold)[0])
         pooled.append(intervals.auroc(score, codes)[0])
     error = np.std(within) / np.sqrt(60)
@@ -570,13 +570,13 @@ def both_answers() -> ProbeRows:
 
 def ablated(engine: Engine, coin: Dump) -> Report:
     probe = fit_probe(coin, "face", layer=3, position="query", estimator="mass-mean")
-    return ablate(engine, probe, tasks.get("coin")(flips=(2, 5)).examples(range(80, 100)), placebos=1)
+    return ablate(engine, probe, tasks.get("coin")(flips=(2, 5)).examples(range(80, 92)), placebos=1)
 
 
 PLANTED = dict(sites="S", layers=[0, 1], positions="all", controls=False, estimators="ridge")
 REPORTS: dict[str, tuple[Callable[[Engine, Dump, Dump], Report], Callable[[list[str]], set[int]]]] = {
     "sweep": (
-        lambda engine, coin, steps: sweep(rows_of(roots=40), ["face", "shuffled"], folds=4, **PLANTED),
+        lambda engine, coin, steps: sweep(rows_of(roots=40), ["face", "shuffled"], folds=4, permutations=19, **PLANTED),
         lambda lines: {1, 4},  # the variance of the fits is the difference of both
     ),
     "outcome_at_fork": (
@@ -641,7 +641,7 @@ def test_the_line_of_a_sweep_is_widened(monkeypatch: pytest.MonkeyPatch) -> None
 def test_intervals_of_few_groups_cover() -> None:
     """Twelve groups with one label each, ridge by plain numpy: the interval holds the mean score in 92 % or more."""
     found, plain = [], []
-    for seed in range(250):
+    for seed in range(150):
         random = np.random.default_rng([seed, 5])
         group = np.repeat(np.arange(12), 5)
         y = random.permutation(np.arange(12) % 2)[group]
