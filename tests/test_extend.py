@@ -44,6 +44,12 @@ def not_run(name: str, **how: Any) -> dict[str, str]:
     return {each.promise: each.not_run for each in check(name, **how) if each.not_run}
 
 
+@pytest.fixture(autouse=True)
+def few_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of a task is asked for its lines alone: 99 permutations take seconds where each is a fit of its own."""
+    monkeypatch.setattr("replaylens.probes.sweeps.sweep", lambda *given, **how: sweep(*given, **{"permutations": 19, **how}))
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES)])
 def test_a_family_keeps_its_promises(name: str) -> None:
     """Families whose tiny model takes more than sizes say so."""

@@ -325,7 +325,7 @@ effects(
     seed=(..., 2, differ),
     label=("other", "topic", differ),
     layer=(0, 1, better),
-    C=((0.1,), (0.1, 1.0), lambda a, b: len(a.table) < len(b.table)),
+    C=(..., (0.1, 1.0), lambda a, b: len(a.table) < len(b.table)),
     estimator=(..., "ridge", differ),
     position=(..., "1", differ),
 )
@@ -422,7 +422,7 @@ def outcomes(**given: Any) -> Any:
 effects(
     "rl.probes.outcome_probe",
     outcomes,
-    tokens=([np.array([i // 3, i % 3]) for i in range(30)], [np.array([i // 3, i % 3, i % 2]) for i in range(30)], differ),
+    tokens=(..., [np.array([i // 3, i % 3, i % 2]) for i in range(30)], differ),
     folds=(..., 5, differ),
     seed=(..., 2, differ),
     untrained=(
@@ -454,7 +454,9 @@ def gone_to(site: str) -> Any:
 @cache
 def wrong_run() -> Any:
     """Some answers are wrong, since they are drawn at a high temperature."""
-    return coin().replay(tasks.get("coin")(flips=(1, 4)).examples(40), sites="S", sampling=rl.Sampling(temperature=3.0), seed=2)
+    return coin().replay(
+        tasks.get("coin")(flips=(1, 4)).examples(40), sites="SC", sampling=rl.Sampling(temperature=3.0), seed=2
+    )
 
 
 @cache
@@ -463,28 +465,12 @@ def steps_rows() -> Any:
 
 
 effects(
-    "rl.probes.transfer",
-    lambda **o: p.transfer(steps_rows(), "face", **{"layers": [3], "folds": 3, "estimator": "ridge", **o}),
-    folds=(..., 4, differ),
-    seed=(..., 2, differ),
-)
-effects(
-    "rl.probes.outcome_at_fork",
-    lambda **o: p.outcome_at_fork(steps_rows(), **{"layers": [3], "folds": 3, **o}),
-    folds=(..., 4, differ),
-    seed=(..., 2, differ),
-)
-effects(
-    "rl.probes.judge",
-    lambda **o: p.judge(steps_rows(), draft_layer=2, **{"layers": [2], "folds": 3, **o}),
-    folds=(..., 4, differ),
-    seed=(..., 2, differ),
-)
-effects(
     "rl.probes.viable_branch",
-    lambda **o: p.viable_branch(wrong_run(), **{"layers": [3], "folds": 3, "estimator": "ridge", **o}),
+    lambda **o: p.viable_branch(wrong_run(), **{"layers": [3], "folds": 3, "estimator": "ridge", "sites": "S", **o}),
     folds=(..., 4, differ),
     seed=(..., 2, differ),
+    estimator=(..., "lda", differ),
+    sites=(..., "C", differ),
 )
 
 
@@ -590,10 +576,10 @@ def steered(**given: Any) -> Any:
 effects(
     "rl.steer",
     steered,
-    layers=([1], [2, 3], lambda a, b: (set(a.frame["layer"].dropna()), set(b.frame["layer"].dropna())) == ({1}, {2, 3})),
-    strengths=([1.0], [1.0, 3.0], lambda a, b: len(b.frame) > len(a.frame)),
-    sampling=(None, rl.Sampling(temperature=5.0, seed=3), differ),
-    n=(2, 4, differ),
+    layers=(..., [2, 3], lambda a, b: (set(a.frame["layer"].dropna()), set(b.frame["layer"].dropna())) == ({1}, {2, 3})),
+    strengths=(..., [1.0, 3.0], lambda a, b: len(b.frame) > len(a.frame)),
+    sampling=(..., rl.Sampling(temperature=5.0, seed=3), differ),
+    n=(..., 4, differ),
 )
 effects(
     "rl.path_patch",
@@ -705,9 +691,9 @@ zero = rl.Edit("S", "zero", layers=[1])
 effects(
     "rl.probes.fit_streaming",
     streamed,
-    edits=((), (zero,), differ),
-    max_new=(1, 3, differ),
-    sampling=(None, rl.Sampling(temperature=6.0), differ),
+    edits=(..., (zero,), differ),
+    max_new=(1, ..., differ),
+    sampling=(..., rl.Sampling(temperature=6.0), differ),
     seed=(1, 1, lambda a, b: told(a) == told(b)),
 )
 effects("rl.probes.fit_streaming", lambda **o: streamed(sampling=rl.Sampling(temperature=6.0), **o), seed=(..., 2, differ))
@@ -749,8 +735,8 @@ def three_flips() -> Any:
 
 
 def reach(**given: Any) -> Any:
-    fixed: dict[str, Any] = dict(label="face", layers=[3], placebos=1)
-    return p.steering_reach(coin(), coin_run(), three_flips(), **{**fixed, **given})
+    fixed: dict[str, Any] = dict(label="face", layers=[3], placebos=1, site="S")
+    return p.steering_reach(coin(), sites_run(), three_flips(), **{**fixed, **given})
 
 
 effects(
@@ -758,7 +744,11 @@ effects(
     reach,
     factor=(0.0, 2.0, differ),
     estimator=(..., "ridge", differ),
-    layers=([3], [2], lambda a, b: told(a) != told(b)),
+    layers=(..., [2], differ),
+    site=(..., "C", differ),
+    label=(..., "parity", differ),
+    placebos=(..., 3, differ),
+    seed=(..., 2, differ),
 )
 
 
@@ -780,7 +770,17 @@ def across(**given: Any) -> Any:
     return p.transfer_across(joined, "face", **{"fit_on": "a", "test_on": "b", "layers": [3], "folds": 3, **given})
 
 
-effects("rl.probes.transfer_across", across, folds=(..., 4, differ), seed=(..., 2, differ), estimator=(..., "lda", differ))
+effects(
+    "rl.probes.transfer_across",
+    across,
+    folds=(..., 4, differ),
+    seed=(..., 2, differ),
+    estimator=(..., "lda", differ),
+    layers=(..., [2], differ),
+    fit_on=(..., "c", differ),
+    test_on=(..., "c", differ),
+    position=(..., "all", differ),
+)
 
 
 def lied(**given: Any) -> Any:
@@ -788,7 +788,16 @@ def lied(**given: Any) -> Any:
     return p.text_or_truth(coin(), task.examples(40), **{"layers": [3], "estimator": "ridge", **given})
 
 
-effects("rl.probes.text_or_truth", lied, estimator=(..., "mass-mean", differ), seed=(..., 2, differ))
+effects(
+    "rl.probes.text_or_truth",
+    lied,
+    estimator=(..., "mass-mean", differ),
+    seed=(..., 2, differ),
+    sites=("S", "C", differ),
+    position=("step", "all", differ),
+    layers=(..., [2], differ),
+    lie_at=(1, 2, differ),
+)
 
 
 def found_direction(**given: Any) -> tuple[Any, dict[str, Any]]:
@@ -967,16 +976,6 @@ def sites_dump() -> Any:
     return coin().replay(task.examples(30), sites="SCZ", drafter="ngram", window=4).save(Path(mkdtemp()) / "sites")
 
 
-S_OR_C: Values = ("S", "C", lambda a, b: "S" in set(a.table["site"]) and set(b.table["site"].dropna()) == {"C"})
-effects(
-    "rl.probes.transfer",
-    lambda **o: p.transfer(sites_dump(), "face", layers=[3], folds=3, estimator="ridge", **o),
-    sites=S_OR_C,
-)
-effects("rl.probes.judge", lambda **o: p.judge(sites_dump(), draft_layer=2, layers=[2], folds=3, **o), sites=("S", "C", differ))
-effects("rl.probes.text_or_truth", lied, sites=("S", "C", differ), position=("step", "all", differ))
-
-
 def stepped() -> Any:
     return steps_rows().at("step")
 
@@ -991,19 +990,6 @@ effects(
 @cache
 def sites_run() -> Any:
     return coin().replay(tasks.get("coin")(flips=(1, 4)).examples(30), sites="SC")
-
-
-def erased(**given: Any) -> Any:
-    return p.amnesic(coin(), sites_run(), others(), "face", layers=[3], erasers="leace", placebos=1, **given)
-
-
-effects("rl.probes.amnesic", erased, site=("S", "C", differ))
-effects(
-    "rl.probes.steering_reach",
-    lambda **o: p.steering_reach(coin(), sites_run(), three_flips(), "face", layers=[3], placebos=1, **o),
-    site=("S", "C", differ),
-)
-effects("rl.probes.steering_reach", reach, label=(..., "parity", differ))
 
 
 # ---- generating -----------------------------------------------------------------------------------------------------------
@@ -1054,15 +1040,15 @@ for kind, grow in {
     effects(
         kind,
         call,
-        sampling=(None, HOT, lambda a, b: a.generated != b.generated),
+        sampling=(..., HOT, lambda a, b: a.generated != b.generated),
         drafter=(
             "model",
             "ngram",
             lambda a, b: (a.statistics.passes, a.statistics.drafted) != (b.statistics.passes, b.statistics.drafted),
         ),
-        deterministic=(True, False, lambda a, b: (a.certified, b.certified) == (True, False)),
+        deterministic=(..., False, lambda a, b: (a.certified, b.certified) == (True, False)),
         final=(
-            False,
+            ...,
             True,
             lambda a, b: (
                 (len(a.activations["blocks.1.hook_in"]), len(b.activations["blocks.1.hook_in"])) == (a.length - 1, b.length)
@@ -1091,34 +1077,34 @@ def talked(**given: Any) -> Any:
 effects(
     "rl.Conversation.generate",
     talked,
-    sampling=(None, HOT, lambda a, b: a.generated != b.generated),
+    sampling=(..., HOT, lambda a, b: a.generated != b.generated),
     drafter=(
         "lens",
         "ngram",
         lambda a, b: a.statistics.drafted != b.statistics.drafted or a.statistics.passes != b.statistics.passes,
     ),
-    deterministic=(True, False, lambda a, b: (a.certified, b.certified) == (True, False)),
+    deterministic=(..., False, lambda a, b: (a.certified, b.certified) == (True, False)),
 )
 effects(
     "rl.Conversation.fork",
     lambda **o: talk().fork(**{"at": 1, **o}).branch,
     at=(1, 2, lambda a, b: a.length < b.length),
-    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a.logits(), b.logits())),
+    edits=(..., [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a.logits(), b.logits())),
 )
 effects(
     "rl.Conversation",
     lambda **o: talk(**o).branch.logits(),
-    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
+    edits=(..., [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
 )
 effects(
     "rl.Conversation.replay",
     lambda **o: talk().replay(1, "3?", **o).branch.logits(),
-    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
+    edits=(..., [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
 )
 effects(
     "rl.Engine.prompt",
     lambda **o: grown(**o).logits(),
-    edits=((), [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
+    edits=(..., [rl.Edit("S", "zero", layers=[1])], lambda a, b: not torch.equal(a, b)),
 )
 effects("rl.Branch.fork", lambda **o: coin().prompt(HEADS).fork(**o), n=(2, 3, lambda a, b: (len(a), len(b)) == (2, 3)))
 
@@ -1150,7 +1136,7 @@ def with_flags(*words: str) -> Callable[..., str]:
 def dumped(**given: Any) -> Any:
     folder = mkdtemp() + "/d"
     with_flags("dump", "--out", folder, "--task", "coin", "--knob", "flips=2,4", "--knob", "rendering=steps", "--quiet")(
-        **{"--n": 2, "--drafter": "ngram", "--window": 3, **given}
+        **{"--n": 2, "--sites": "S", "--drafter": "ngram", "--window": 3, **given}
     )
     return rl.Dump.open(folder)
 
@@ -1163,9 +1149,9 @@ flagged("tasks show", with_flags("tasks", "show", "coin"), n=(1, 3, lambda a, b:
 flagged(
     "dump",
     dumped,
-    n=(1, 3, lambda a, b: (a.index["example"].nunique(), b.index["example"].nunique()) == (1, 3)),
+    n=(1, ..., lambda a, b: (a.index["example"].nunique(), b.index["example"].nunique()) == (1, 2)),
     sites=(
-        "S",
+        ...,
         "TC",
         lambda a, b: (
             {each.rsplit(".", 1)[0] for each in a.sites}.isdisjoint({each.rsplit(".", 1)[0] for each in b.sites})
@@ -1196,7 +1182,7 @@ flagged(
 flagged(
     "dump",
     dumped,
-    model=("coin-plain", "coin-draft", lambda a, b: a.manifest.fingerprint.weights != b.manifest.fingerprint.weights),
+    model=(..., "coin-draft", lambda a, b: a.manifest.fingerprint.weights != b.manifest.fingerprint.weights),
 )
 
 
@@ -1279,7 +1265,7 @@ def read_back(**given: Any) -> list[int]:
     return list(sparse().generate(branch, 3, ablate=[3], **given).generated)
 
 
-effects("rl.SparseFeatures.generate", read_back, sampling=(None, HOT, lambda a, b: a != b))
+effects("rl.SparseFeatures.generate", read_back, sampling=(..., HOT, lambda a, b: a != b))
 effects(
     "rl.Edit",
     lambda **o: coin().logits(HEADS, edits=[rl.Edit("S", "add", numbers(3, 128) * 5, layers=[1], positions=[4], **o)]),
@@ -1330,37 +1316,41 @@ def question(name: str, **fixed: Any) -> Callable[..., Any]:
 
 effects(
     "rl.probes.transfer",
-    question("transfer", label="face", layers=[3], folds=3, estimator="ridge"),
+    question("transfer", label="face", layers=[3], folds=3, estimator="ridge", sites="S"),
     layers=(..., [2], differ),
     estimator=(..., "lda", differ),
     label=(..., "parity", differ),
+    folds=(..., 4, differ),
+    seed=(..., 2, differ),
+    sites=(..., "C", lambda a, b: "S" in set(a.table["site"]) and set(b.table["site"].dropna()) == {"C"}),
 )
 effects(
-    "rl.probes.transfer_across",
-    across,
-    layers=(..., [2], differ),
-    fit_on=("a", "c", differ),
-    test_on=("b", "c", differ),
-    position=(..., "all", differ),
+    "rl.probes.judge",
+    question("judge", draft_layer=2, layers=[2], folds=3, sites="S"),
+    draft_layer=(..., 3, differ),
+    folds=(..., 4, differ),
+    seed=(..., 2, differ),
+    sites=(..., "C", differ),
 )
-effects("rl.probes.judge", lambda **o: p.judge(sites_dump(), layers=[1], folds=3, **o), draft_layer=(2, 3, differ))
-effects("rl.probes.outcome_at_fork", question("outcome_at_fork", layers=[3], folds=3), sites=("S", "C", differ))
 effects(
-    "rl.probes.viable_branch",
-    lambda **o: p.viable_branch(wrong_run(), layers=[3], folds=3, **{"estimator": "ridge", **o}),
-    estimator=(..., "lda", differ),
+    "rl.probes.outcome_at_fork",
+    question("outcome_at_fork", layers=[3], folds=3, sites="S", position="step"),
+    folds=(..., 4, differ),
+    seed=(..., 2, differ),
+    sites=(..., "C", differ),
+    position=(..., "step:1", differ),
 )
-effects("rl.probes.text_or_truth", lied, layers=(..., [2], differ), lie_at=(1, 2, differ))
 effects(
     "rl.probes.amnesic",
     lambda **o: p.amnesic(
-        coin(), coin_run(), others(), **{"label": "face", "layers": [3], "erasers": "leace", "placebos": 1, **o}
+        coin(), sites_run(), others(), **{"label": "face", "layers": [3], "erasers": "leace", "placebos": 1, "site": "S", **o}
     ),
+    site=(..., "C", differ),
+    position=("query", "step", differ),
     layers=(..., [2], differ),
     placebos=(..., 3, differ),
     label=(..., "parity", differ),
 )
-effects("rl.probes.steering_reach", reach, placebos=(..., 3, differ), seed=(..., 2, differ))
 effects(
     "rl.probes.steer",
     lambda **o: p.steer(coin(), probe_of(), others(), **{"placebos": 1, **o}),
@@ -1662,21 +1652,17 @@ effects("rl.probes.sweep", of_branches, branches=("accepted", "all", rejected_ro
 # ---- pages ------------------------------------------------------------------------------------------------------------------
 
 
-@cache
-def a_lens() -> Any:
-    return rl.lens(coin(), HEADS, token=" tails")
-
-
 def page(**given: Any) -> str:
-    return rl.report(Path(mkdtemp()) / "page.html", **{"results": [a_lens()], **late(**given)}).read_text()
+    results = [p.outcome_curve(outcome_counts())]
+    return rl.report(Path(mkdtemp()) / "page.html", **{"results": results, **late(**given)}).read_text()
 
 
 effects(
     "rl.report",
     page,
-    title=("", "A title of its own", lambda a, b: "A title of its own" not in a and "A title of its own" in b),
-    probes=(False, True, lambda a, b: "topic" not in a and "topic" in b),
-    dump=(False, True, lambda a, b: 'class="rl-tree"' not in a and 'class="rl-tree"' in b),
+    title=(..., "A title of its own", lambda a, b: "A title of its own" not in a and "A title of its own" in b),
+    probes=(..., True, lambda a, b: "topic" not in a and "topic" in b),
+    dump=(..., True, lambda a, b: 'class="rl-tree"' not in a and 'class="rl-tree"' in b),
 )
 
 
@@ -1708,21 +1694,7 @@ effects(
     recurrent,
     position=(3, 7, lambda a, b: torch.equal(a[0], a[1][3]) and torch.equal(b[0], b[1][7]) and not torch.equal(a[0], b[0])),
 )
-effects("rl.probes.amnesic", erased, position=(..., "step", differ))
-effects("rl.probes.outcome_at_fork", question("outcome_at_fork", layers=[3], folds=3), position=("step", "step:1", differ))
 
-
-@cache
-def wrong_in_two_sites() -> Any:
-    hot = rl.Sampling(temperature=3.0)
-    return coin().replay(tasks.get("coin")(flips=(1, 4)).examples(40), sites="SC", sampling=hot, seed=2)
-
-
-effects(
-    "rl.probes.viable_branch",
-    lambda **o: p.viable_branch(wrong_in_two_sites(), layers=[3], folds=3, estimator="ridge", **o),
-    sites=("S", "C", differ),
-)
 
 # ---- what commands pass on -------------------------------------------------------------------------------------------------
 
@@ -1741,7 +1713,8 @@ def flag_words(given: dict[str, Any]) -> list[str]:
 
 
 def probed(**given: Any) -> Any:
-    fixed = {"--label": "face", "--estimators": "ridge", "--positions": "query", "--layers": "3", "--permutations": "0"}
+    fixed: dict[str, Any] = {"--label": "face", "--estimators": "ridge", "--positions": "query", "--layers": "3"}
+    fixed |= {"--permutations": "0", "--sites": "S", "--controls": False}
     out, save = mkdtemp() + "/report", p.Report.save
     with patch.object(p.Report, "save", lambda report, folder: save(report, folder, figures=False)):  # they take seconds
         said("probe", str(sites_dump().url), *flag_words({**fixed, "--out": out, **given}), "--quiet")
@@ -1751,9 +1724,9 @@ def probed(**given: Any) -> Any:
 flagged(
     "probe",
     probed,
-    sites=("S", "C", lambda a, b: ({*a.table["site"]}, {*b.table["site"]}) == ({"S"}, {"C"})),
+    sites=(..., "C", lambda a, b: ({*a.table["site"]}, {*b.table["site"]}) == ({"S"}, {"C"})),
     folds=(3, 4, lambda a, b: a.table["p"][0] != b.table["p"][0] and a.table["rows"][0] == b.table["rows"][0]),
-    controls=(True, False, lambda a, b: bool(lines_of(a, "shuffled")) and not lines_of(b, "shuffled")),
+    controls=(True, ..., lambda a, b: bool(lines_of(a, "shuffled")) and not lines_of(b, "shuffled")),
 )
 
 

@@ -59,7 +59,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "a float for the schema": ("schema", 1.0),
     "true for the schema": ("schema", True),
     "a float for the first example": ("plan.examples.start", 0.0),
-    "text for the last example": ("plan.examples.stop", "10"),
+    "text for the last example": ("plan.examples.stop", "7"),
     "true for shard examples": ("plan.examples_per_shard", True),
     "a float for shard examples": ("plan.examples_per_shard", 4.0),
     "a float for the window": ("plan.window", 8.0),
