@@ -259,21 +259,6 @@ def test_no_dump_is_no_mismatch(engine: Engine, copy: Path, tmp_path: Path) -> N
         verify(copy, engine)
 
 
-def test_a_manifest_that_is_cut(engine: Engine, copy: Path) -> None:
-    """Nothing is left to compare with: it is refused, as by everything that opens a dump."""
-    whole = (copy / "manifest.json").read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2]):
-        (copy / "manifest.json").write_bytes(damaged)
-        with pytest.raises(BadDump, match="is not JSON"):
-            verify(copy, engine)
-
-
-def test_an_extra_row(engine: Engine, copy: Path) -> None:
-    edit_manifest(copy, lambda raw: raw["shards"][0].update(rows=raw["shards"][0]["rows"] + 1))
-    with pytest.raises(BadDump, match="is invalid"):
-        verify(copy, engine)
-
-
 # ---- other fingerprints ---------------------------------------------------------------------------------------------
 
 
@@ -331,6 +316,7 @@ def test_diff_of_equal_dumps(engine: Engine, planned: Planned, reference: Dump, 
     recut = written(engine, planned(examples_per_shard=4), tmp_path / "recut")
     found = diff(reference, recut)
     assert found and found.remarks == ("plan: examples_per_shard: 3 here, 4 there",)
+    assert recut.digest != reference.digest and len(recut.manifest.shards) == 2, "the shard size is part of the digest"
 
 
 @pytest.mark.parametrize("name", ["shard-00001.safetensors", "index.parquet"])
@@ -559,13 +545,6 @@ def test_indices_need_not_be_a_range(engine: Engine, planned: Planned, reference
     assert list(dump.manifest.plan.examples) == [1, 2, 5, 6]
     for site in reference.sites:
         assert torch.equal(dump.to_torch(site).nan_to_num(), reference.where(example={1, 2, 5, 6}).to_torch(site).nan_to_num())
-
-
-def test_examples_per_shard_are_in_the_plan(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
-    """The shard size is part of the digest. The rows do not depend on it."""
-    dump = written(engine, planned(examples_per_shard=2), tmp_path / "d")
-    assert dump.digest != reference.digest and len(dump.manifest.shards) == 4
-    assert torch.equal(dump.to_torch("S", 2), reference.to_torch("S", 2))
 
 
 @pytest.mark.parametrize("name", tasks.names())
