@@ -25,11 +25,13 @@ from tests.engine.coin_engine import fresh  # noqa: E402
 from tests.processes import own_certificates  # noqa: E402, F401
 
 LONG = (
+    "test_options.py",
     "test_golden.py", "probes/questions/test_questions.py", "thinking/test_replay.py", "engine/test_contract.py",
     "kernels/test_passes.py", "docs/test_pages.py", "views/test_report.py", "views/test_browser.py", "workbench/test_drawn.py",
     "workbench/test_grids.py",
     "probes/fitting/test_heldout.py", "probes/sweeps/test_sweep.py", "engine/loop/test_drafters.py", "test_imports.py",
-    "thinking/test_model.py", "kernels/test_cpu.py", "test_demo.py", "notebooks/test_notebooks.py",
+    "thinking/test_model.py", "kernels/test_cpu.py", "test_demo.py", "notebooks/test_notebooks.py", "test_boundary.py",
+    "test_extend.py", "weights/test_families.py", "dumps/test_verify.py", "dumps/test_cli.py", "test_files.py",
 )  # fmt: skip
 """files that take ten seconds and more: `make test` begins with them, so that no process is left alone with one at the end"""
 

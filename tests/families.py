@@ -1,6 +1,9 @@
 """Tiny random Hugging Face models of every supported family, built on demand."""
 
+import shutil
 from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -215,6 +218,18 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     **MIXTURES,
     **HYBRIDS,
 }
+
+
+def hugging_face_folder(name: str, to: Path) -> Path:
+    """That model's folder, as `save_pretrained` writes it: a copy, to damage."""
+    return shutil.copytree(_saved(name), to, dirs_exist_ok=True)
+
+
+@cache
+def _saved(name: str) -> Path:
+    folder = Path(mkdtemp())
+    hugging_face(name).save_pretrained(folder)
+    return folder
 
 
 @cache

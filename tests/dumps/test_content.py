@@ -78,17 +78,9 @@ def test_every_cell_counts() -> None:
 @pytest.mark.parametrize("name, values", [("label", [True, 2, None, 0, 1, 1]), ("flag", [1, 0, None, 1, 0, 1])])
 def test_a_number_is_no_flag(name: str, values: list[Any]) -> None:
     """Equal as Python has it, and still another kind of value."""
-    kinds = pa.table(
-        {
-            **{k: table().column(k) for k in COLUMNS if k != name},
-            name: pa.array([int(v) if v is not None else None for v in values]),
-        }
-    )
-    flags = pa.table(
-        {
-            **{k: table().column(k) for k in COLUMNS if k != name},
-            name: pa.array([bool(v) if v is not None else None for v in values]),
-        }
+    kinds, flags = (
+        table().set_column(table().column_names.index(name), name, pa.array([v if v is None else kind(v) for v in values]))
+        for kind in (int, bool)
     )
     found = first_difference(Content(tensors(), kinds), Content(tensors(), flags))
     assert found is not None and (found.what, found.here, found.there) == (name, str(int(values[0])), str(bool(values[0])))
@@ -115,13 +107,16 @@ def test_the_first_of_two_differences_is_named() -> None:
 
 
 def test_how_content_is_laid_out_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of a column, its width, the order of columns, pieces of tensors and blocks of any size give the same digests."""
+    """Chunks of a column, its width, the order of columns and tensors, strides, pieces and blocks of any size."""
     expected = Content(tensors(), table()).digests()
     parts = [table().slice(0, 2), table().slice(2, 3), table().slice(5, 1)]
     wide = table().set_column(table().column_names.index("label"), "label", table().column("label").cast(pa.int64()))
     turned = table().select(list(reversed(table().column_names)))
     pieces = Pieces({name: list(x.split([1, 2, 3])) for name, x in tensors().items()})
-    for made in (Content(tensors(), concatenate(parts)), Content(tensors(), wide), Content(pieces, turned)):
+    strided = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in reversed(tensors().items())}
+    for made in (
+        Content(tensors(), concatenate(parts)), Content(tensors(), wide), Content(pieces, turned), Content(strided, table()),
+    ):  # fmt: skip
         assert made.digests() == expected
     for size in (1, 9, 40):
         monkeypatch.setattr(content, "_BLOCK", size)

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from replaylens.cli import app
-from replaylens.dumps.maker import ShardMaker, write_dump
+from replaylens.dumps.maker import ShardMaker
 from replaylens.dumps.plan import DumpPlan, StoredFeatures, to_rows, to_tensors
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.verify import MISMATCH, verify
@@ -26,6 +26,7 @@ from replaylens.probes import fit_probe
 from replaylens.probes.rows import ProbeRows, with_features
 from replaylens.replay.run import Run
 from replaylens.tasks.task import AnyTask
+from tests.dumps.conftest import written
 from tests.dumps.damage import edit_manifest, forge_digests, forge_shard
 from tests.features.tiny import COUNT, HOOK, write
 
@@ -41,8 +42,7 @@ def sae(tmp_path_factory: pytest.TempPathFactory) -> SparseFeatures:
 @pytest.fixture(scope="module")
 def dump(engine: Engine, planned: Planned, sae: SparseFeatures, tmp_path_factory: pytest.TempPathFactory) -> Dump:
     """All features of every row, beside the stream that they are read from."""
-    made = write_dump(engine, planned(sites="S", features={"sae": sae}, keep=COUNT), tmp_path_factory.mktemp("d") / "d")
-    assert made is not None
+    made = written(engine, planned(sites="S", features={"sae": sae}, keep=COUNT), tmp_path_factory.mktemp("d") / "d")
     return made
 
 
@@ -61,8 +61,8 @@ def test_a_dump_holds_the_features_of_its_rows(dump: Dump, sae: SparseFeatures) 
 
 def test_the_strongest_are_kept(engine: Engine, planned: Planned, sae: SparseFeatures, dump: Dump, tmp_path: Path) -> None:
     """In ascending order, with the number that were active. Without any site the dump holds features alone."""
-    few = write_dump(engine, planned(sites="", features={"sae": sae}, keep=3), tmp_path / "few")
-    assert few is not None and list(few.sites) == [INDICES, VALUES, COUNTS]
+    few = written(engine, planned(sites="", features={"sae": sae}, keep=3), tmp_path / "few")
+    assert list(few.sites) == [INDICES, VALUES, COUNTS]
     every, kept = dump.features("sae").dense(), few.features("sae").dense()
     assert torch.equal(few.to_torch(COUNTS), dump.to_torch(COUNTS)) and int(few.to_torch(COUNTS).max()) > 3
     assert torch.equal(kept.topk(3).values, every.topk(3).values) and int((kept > 0).sum(1).max()) == 3
@@ -93,8 +93,7 @@ def test_verify_replays_features(engine: Engine, dump: Dump, sae: SparseFeatures
 
 
 def test_a_changed_activation_is_a_mismatch(engine: Engine, planned: Planned, sae: SparseFeatures, tmp_path: Path) -> None:
-    made = write_dump(engine, planned(sites="", features={"sae": sae}), tmp_path / "d")
-    assert made is not None
+    made = written(engine, planned(sites="", features={"sae": sae}), tmp_path / "d")
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[VALUES][1, 0] *= 2
@@ -145,8 +144,7 @@ def test_stored_features_are_columns_of_probes(dump: Dump, sae: SparseFeatures) 
 
 
 def test_a_damaged_manifest_is_refused(engine: Engine, planned: Planned, sae: SparseFeatures, tmp_path: Path) -> None:
-    made = write_dump(engine, planned(sites="", features={"sae": sae}, keep=4), tmp_path / "d")
-    assert made is not None
+    made = written(engine, planned(sites="", features={"sae": sae}, keep=4), tmp_path / "d")
     edit_manifest(Path(made.url), lambda raw: raw["plan"]["features"][0].update(keep=5))
     with pytest.raises(BadDump, match="not stored as planned"):
         Dump.open(made.url)
@@ -246,8 +244,7 @@ def test_fingerprints_tell_contents_apart(reference: Dump) -> None:
 
 
 def test_bfloat16_becomes_float32(engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path) -> None:
-    dump = write_dump(engine, planned(dtype="bfloat16", examples=4), tmp_path)
-    assert dump is not None
+    dump = written(engine, planned(dtype="bfloat16", examples=4), tmp_path)
     found = dump.to_dataset([SITE]).with_format("torch", columns=[SITE])[:][SITE]
     assert found.dtype == torch.float32 and torch.equal(found, dump.to_torch(SITE).float())
 

@@ -29,6 +29,7 @@ from replaylens.dumps.store import Store
 from replaylens.dumps.writer import DumpWriter, WriteQueue
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, DumpLocked, DumpWriteFailed, StoreFailed
+from tests.dumps.conftest import written
 
 NAME = "lock-0-of-1"
 DEAD = json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "started": "1"}).encode()
@@ -465,6 +466,7 @@ def test_a_claim_that_names_itself_is_swept() -> None:
 # Writes beside the computation: bounded, never cut off, their errors raised in the caller; any number of threads, one dump.
 
 Planned = Callable[..., DumpPlan]
+pytestmark = pytest.mark.usefixtures("computed_once")
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -516,8 +518,8 @@ def test_a_failing_block_does_not_cut_off_a_write() -> None:
 def test_the_files_do_not_depend_on_the_threads(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, writers: int
 ) -> None:
-    dump = write_dump(engine, planned(), tmp_path, writers=writers)
-    assert dump is not None and dump.digest == reference.digest
+    dump = written(engine, planned(), tmp_path, writers=writers)
+    assert dump.digest == reference.digest
     for name in reference.files.store.sizes():
         assert (tmp_path / name).read_bytes() == Path(reference.url, name).read_bytes(), name
 
@@ -562,11 +564,10 @@ def test_a_failed_write_ends_the_next_shard_early(
             DumpWriter(tmp_path, plan, engine.fingerprint).write(make, maker.sites)
     assert made == [0] * 3 + [1] * 3 + [2]
     assert sorted(path.name for path in tmp_path.glob("part-*.json")) == ["part-00000.json"]
-    whole = write_dump(engine, plan, tmp_path, resume=True)
-    assert whole is not None and whole.digest == _digest(engine, plan, tmp_path / "again")
+    whole = written(engine, plan, tmp_path, resume=True)
+    assert whole.digest == _digest(engine, plan, tmp_path / "again")
 
 
 def _digest(engine: Engine, plan: DumpPlan, folder: Path) -> str:
-    dump = write_dump(engine, plan, folder)
-    assert dump is not None
+    dump = written(engine, plan, folder)
     return dump.digest

@@ -36,7 +36,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
-from tests.dumps.conftest import EXAMPLES, NEW
+from tests.dumps.conftest import EXAMPLES, NEW, in_memory, written
 from tests.dumps.damage import flip_bit
 from tests.toy_model import scripted_model
 
@@ -46,14 +46,7 @@ Planned = Callable[..., DumpPlan]
 @pytest.fixture(params=["disk", "memory"])
 def dump(request: pytest.FixtureRequest, reference: Dump) -> Dump:
     """The reference, memory-mapped from disk and fetched from a remote store."""
-    if request.param == "disk":
-        return reference
-    from replaylens.dumps.store import Store
-
-    store = Store("memory://reader")
-    for name in reference.files.store.sizes():
-        store.write(name, reference.files.store.read(name, 1 << 30))
-    return Dump.open("memory://reader")
+    return reference if request.param == "disk" else in_memory(reference, "memory://reader")
 
 
 def test_without_our_code(reference: Dump) -> None:
@@ -206,8 +199,7 @@ def test_activation_cache(dump: Dump) -> None:
 
 
 def test_cache_needs_all_positions(engine: Engine, planned: Planned, tmp_path: Path) -> None:
-    dump = write_dump(engine, planned(positions="last", examples=4), tmp_path)
-    assert dump is not None
+    dump = written(engine, planned(positions="last", examples=4), tmp_path)
     with pytest.raises(BadRequest, match="needs all positions"):
         dump.to_activation_cache(0)
 
@@ -228,7 +220,7 @@ def test_results_are_the_caller_s_own(dump: Dump) -> None:
 
 
 def test_repr_and_length(reference: Dump) -> None:
-    assert "10 examples" in repr(reference) and len(reference) == reference.manifest.rows
+    assert f"{EXAMPLES} examples" in repr(reference) and len(reference) == reference.manifest.rows
     assert "filtered" in repr(reference.where(accepted=True))
 
 
@@ -307,10 +299,7 @@ def test_a_layer_streams_in_bounded_memory(reference: Dump, tmp_path: Path) -> N
 @pytest.fixture(params=["disk", "memory", "too many shards to map"])
 def dump_of_array(request: pytest.FixtureRequest, reference: Dump, monkeypatch: pytest.MonkeyPatch) -> Dump:
     if request.param == "memory":
-        store = Store("memory://array")
-        for name in reference.files.store.sizes():
-            store.write(name, reference.files.store.read(name, 1 << 30))
-        return Dump.open("memory://array")
+        return in_memory(reference, "memory://array")
     if request.param == "too many shards to map":
         monkeypatch.setattr(files, "_MAX_MAPPED", 0)
     return reference
@@ -319,8 +308,6 @@ def dump_of_array(request: pytest.FixtureRequest, reference: Dump, monkeypatch: 
 @pytest.fixture(scope="module")
 def truth(reference: Dump) -> dict[str, torch.Tensor]:
     """Every site, put together by safetensors alone."""
-    from safetensors.torch import load_file
-
     shards = [load_file(Path(reference.url, shard.name)) for shard in reference.manifest.shards]
     return {name: torch.cat([shard[name] for shard in shards]).nan_to_num() for name in reference.sites}
 
@@ -457,19 +444,14 @@ def test_writing_into_pieces_stays_there(reference: Dump) -> None:
 def test_pieces_need_whole_local_shards(reference: Dump) -> None:
     with pytest.raises(BadRequest, match="filtered"):
         reference.where(accepted=True).array("S", 0).pieces()
-    remote = Store("memory://pieces")
-    for name in reference.files.store.sizes():
-        remote.write(name, reference.files.store.read(name, 1 << 30))
     with pytest.raises(BadRequest, match="local disk"):
-        Dump.open("memory://pieces").array("S", 0).pieces()
+        in_memory(reference, "memory://pieces").array("S", 0).pieces()
 
 
 def test_bfloat16_and_odd_offsets(engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path) -> None:
     """Two-byte rows, one position per path: offsets of the sites after them need not be multiples of four."""
-    from safetensors.torch import load_file
-
-    dump = write_dump(engine, planned(dtype="bfloat16", positions="last", examples=9), tmp_path)
-    assert dump is not None and dump.array("S", 0).dtype == torch.bfloat16
+    dump = written(engine, planned(dtype="bfloat16", positions="last", examples=9), tmp_path)
+    assert dump.array("S", 0).dtype == torch.bfloat16
     shards = [load_file(tmp_path / shard.name) for shard in dump.manifest.shards]
     order = torch.randperm(len(dump), generator=torch.Generator().manual_seed(0))
     for name in dump.sites:
@@ -513,10 +495,10 @@ def test_statistics_of_rows_whose_blocks_differ(block: int, monkeypatch: pytest.
 def test_statistics_do_not_depend_on_shards(
     reference: Dump, engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same bits from shards of 4 and of 3 examples, on one thread and on two; other rows give other bits."""
+    """The same bits from shards of 3 and of 2 examples, on one thread and on two; other rows give other bits."""
     monkeypatch.setattr(files, "_BLOCK", 50)  # so that there are several blocks
-    other = write_dump(engine, planned(examples_per_shard=3), tmp_path)
-    assert other is not None and len(other.manifest.shards) > len(reference.manifest.shards)
+    other = written(engine, planned(examples_per_shard=2), tmp_path)
+    assert len(other.manifest.shards) > len(reference.manifest.shards)
     mine, yours = reference.statistics("S", 1), other.statistics("S", 1)
     torch.set_num_threads(2)
     threaded = reference.statistics("S", 1)
@@ -529,12 +511,6 @@ def test_statistics_do_not_depend_on_shards(
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 # The content of a row: kept positions, dtypes, probabilities, branch numbers, and labels of right and wrong paths.
-
-
-def written(engine: Engine, plan: DumpPlan, path: Any, **options: Any) -> Dump:
-    dump = write_dump(engine, plan, path, **options)
-    assert dump is not None
-    return dump
 
 
 # ---- positions ------------------------------------------------------------------------------------------------------
@@ -592,12 +568,12 @@ def test_no_rows_at_all(engine: Engine, planned: Planned, tmp_path: Path) -> Non
     assert none.to_torch("Z.top_ids").shape == (0, 3, 8) and len(none.where(accepted=True).matrix("S", 0).X) == 0
 
     def middle(path: Any) -> list[int]:
-        return [2, 3] if 4 <= path.example.index < 8 else []
+        return [2, 3] if 3 <= path.example.index < 6 else []
 
     some = written(engine, planned(positions=middle), tmp_path / "some")
-    assert [shard.rows for shard in some.manifest.shards] == [0, 8, 0]
-    assert some.index["example"].tolist() == [4, 4, 5, 5, 6, 6, 7, 7] and len(some.to_torch("S", 0)) == 8
-    assert [len(x) for x, _ in some.stream("S", 0)] == [8]
+    assert [shard.rows for shard in some.manifest.shards] == [0, 6, 0]
+    assert some.index["example"].tolist() == [3, 3, 4, 4, 5, 5] and len(some.to_torch("S", 0)) == 6
+    assert [len(x) for x, _ in some.stream("S", 0)] == [6]
 
 
 # ---- dtypes ---------------------------------------------------------------------------------------------------------

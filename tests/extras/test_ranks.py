@@ -235,16 +235,19 @@ def test_ranks_that_die_or_hang_cost_no_token(tmp_path: Path, monkeypatch: pytes
         engine.ranks.restart()
     with pytest.raises(RankFailed, match=r"were closed.*restart\(\) to go on"):
         fork.force([3, 4])
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_gone_leaves_no_followers() -> None:
+    """Nobody closed them: a cell of a notebook that loads an engine again would keep those of the first."""
+    engine = Engine.load("coin-plain", ranks=2)
+    assert engine.ranks is not None
     engine.ranks.restart()
     follower, folder = _follower(engine), Path(engine.ranks._followers.folder.name)
     assert follower.poll() is None and folder.exists()
-    del (
-        engine,
-        branch,
-        fork,
-    )  # nobody closed them: a cell of a notebook that loads an engine again would keep those of the first
+    del engine
     gc.collect()
-    assert follower.poll() is not None and not folder.exists(), "an engine that is gone leaves no followers"
+    assert follower.poll() is not None and not folder.exists()
 
 
 def _interrupted(*_: object) -> None:

@@ -67,6 +67,14 @@ def reference() -> Rollouts:
     return drawn(path())
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of what was drawn, to copy and to damage."""
+    folder = tmp_path_factory.mktemp("whole")
+    drawn(path(), folder)
+    return folder
+
+
 def test_a_folder_has_what_was_drawn(tmp_path: Path, reference: Rollouts) -> None:
     found = drawn(path(), tmp_path / "new" / "folder")
     loaded = Rollouts.load(tmp_path / "new" / "folder")
@@ -150,8 +158,8 @@ def test_killed_and_resumed(tmp_path: Path, reference: Rollouts) -> None:
     assert drawn(path(), tmp_path).digest == reference.digest
 
 
-def test_damage(tmp_path: Path) -> None:
-    drawn(path(), tmp_path)
+def test_damage(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     rows = tmp_path / "wave-00001.safetensors"
     content = bytearray(rows.read_bytes())
     content[-1] ^= 1
@@ -181,9 +189,9 @@ def test_missing_rows(tmp_path: Path, reference: Rollouts) -> None:
 @pytest.mark.parametrize(
     "change", ["outcome", "tokens", "seed", "position", "order", "rows", "plan", "fewer", "none", "longer"]
 )
-def test_changed_records(tmp_path: Path, change: str) -> None:
+def test_changed_records(whole: Path, tmp_path: Path, change: str) -> None:
     """Whatever was changed in the file of a wave, it is refused, also if the digest was made anew for what the plan knows."""
-    drawn(path(), tmp_path)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "wave-00000.json"
     raw = json.loads(file.read_text())
     first = raw["rollouts"][0]
@@ -352,9 +360,9 @@ def test_a_folder_of_somebody_else(tmp_path: Path, name: str) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [name] and "elete" not in str(caught.value)
 
 
-def test_a_changed_plan(tmp_path: Path, reference: Rollouts) -> None:
+def test_a_changed_plan(whole: Path, tmp_path: Path, reference: Rollouts) -> None:
     """Two other tokens of the prompt: no rollout shows it, so the plan has its own hash."""
-    drawn(path(), tmp_path)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "plan.json"
     raw = json.loads(file.read_text())
     raw["plan"]["tokens"][:2] = [8, 9]
@@ -372,9 +380,9 @@ def test_a_changed_plan(tmp_path: Path, reference: Rollouts) -> None:
 @pytest.mark.parametrize(
     "answer", [{}, {"regex": "("}, {"regex": "(", "stop": True}, {"regex": 3, "stop": True}, {"choices": [1]}]
 )
-def test_a_damaged_answer(tmp_path: Path, answer: object) -> None:
+def test_a_damaged_answer(whole: Path, tmp_path: Path, answer: object) -> None:
     """Its hash is made anew, so that only what it says is wrong."""
-    drawn(path(), tmp_path)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "plan.json"
     raw = json.loads(file.read_text())
     raw["plan"]["answer"] = answer
@@ -393,9 +401,9 @@ def test_a_plan_of_another_folder(tmp_path: Path) -> None:
         Rollouts.load(tmp_path / "a")
 
 
-def test_a_folder_of_an_older_version(tmp_path: Path, reference: Rollouts) -> None:
+def test_a_folder_of_an_older_version(whole: Path, tmp_path: Path, reference: Rollouts) -> None:
     """It has no hash of the plan: reading it warns, and the call that made it adds the hash."""
-    drawn(path(), tmp_path)
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for file in (tmp_path / "plan.json", *tmp_path.glob("wave-*.json")):
         raw = json.loads(file.read_text())
         if "rollouts" in raw:

@@ -41,7 +41,9 @@ def test_evidence_of_the_next_draw_is_what_it_is_now(other: int) -> None:
         assert evidence(own, other + 1) < evidence(own, other)
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if "tie" in name else pytest.mark.slow) for name in DISTRIBUTIONS]
+)
 def test_errors_at_any_time_are_rarer_than_alpha(name: str) -> None:
     """The worst rule of stopping, which waits for an error, finds one in at most alpha of the runs."""
     p = np.array(DISTRIBUTIONS[name])

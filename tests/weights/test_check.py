@@ -22,7 +22,7 @@ from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.weights import check, loading
 from replaylens.weights.loading import WEIGHTS_FILE, load, save
 from tests.devices import covering
-from tests.families import ALIKE, GROUPED, NAMES, hugging_face
+from tests.families import ALIKE, GROUPED, NAMES, hugging_face, hugging_face_folder
 from tests.replay.bridges import bridge
 from tests.weights.test_weights import edit, edit_json, write_gguf
 
@@ -51,11 +51,7 @@ def own(name: str) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[[str], Path]:
-    def made(name: str) -> Path:
-        hugging_face(name).save_pretrained(tmp_path / name)
-        return tmp_path / name
-
-    return made
+    return lambda name: hugging_face_folder(name, tmp_path / name)
 
 
 # Correct models pass
@@ -406,7 +402,7 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
 def test_one_file_beside_an_index_of_shards_is_named(tmp_path: Path) -> None:
     """Transformers reads the single file, other tools the shards: they may be two models."""
     hugging_face("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    hugging_face("qwen2").save_pretrained(tmp_path / "other")
+    hugging_face_folder("qwen2", tmp_path / "other")
     shutil.copy(tmp_path / "other" / WEIGHTS_FILE, tmp_path)
     with pytest.raises(BadWeights, match=r"holds both model\.safetensors and .*index\.json.*Remove"):
         load(tmp_path)

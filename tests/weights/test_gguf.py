@@ -27,7 +27,7 @@ from replaylens.weights.families import FAMILIES
 from replaylens.weights.gguf import ARCHITECTURES, config_of
 from replaylens.weights.loading import WEIGHTS_FILE, load, text_config
 from replaylens.weights.source import Filler, Shards, Source
-from tests.families import hugging_face
+from tests.families import hugging_face, hugging_face_folder
 from tests.tiny_shapes import SMALL
 from tests.weights.test_adapter import trained
 from tests.weights.test_weights import assert_same, edit
@@ -533,7 +533,7 @@ def test_a_checkpoint_of_several_dtypes_loads(tied: bool, tmp_path: Path) -> Non
 
 
 def test_a_copy_of_the_embedding_is_tied_and_another_head_is_not(tmp_path: Path) -> None:
-    hugging_face("llama3").save_pretrained(tmp_path)
+    hugging_face_folder("llama3", tmp_path)
     edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBED].clone()}))
     assert_same(load(tmp_path), load(hugging_face("llama3")))
     edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBED] * 2}))
@@ -600,7 +600,7 @@ def test_a_tensor_that_is_not_read_is_an_error_if_it_holds_a_number(numbers: int
 def test_the_engine_loads_shards_like_one_file(tmp_path: Path) -> None:
     """End to end: the fingerprint and the tokens do not depend on how the weights are stored."""
     one, many = tmp_path / "one", sharded(tmp_path / "many")
-    hugging_face("llama").save_pretrained(one)
+    hugging_face_folder("llama", one)
     engines = [Engine.load(folder) for folder in (one, many)]
     assert engines[0].fingerprint == engines[1].fingerprint
     assert len({tuple(engine.prompt([1, 2, 3]).generate(5).tokens) for engine in engines}) == 1

@@ -24,7 +24,7 @@ from replaylens.weights import hub, zoo
 from replaylens.weights.hub import HubOptions, fetch_snapshot
 from replaylens.weights.loading import load, save
 from tests.dumps.test_cli import run
-from tests.families import hugging_face
+from tests.families import hugging_face, hugging_face_folder
 from tests.weights.test_adapter import KINDS, trained
 
 COMMIT, OLDER = "1" * 40, "2" * 40
@@ -50,7 +50,7 @@ def put(cache: Path, name: str, commit: str, files: Path, **refs: str) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of a model and of another one."""
     folder = tmp_path_factory.mktemp("models")
-    hugging_face("llama").save_pretrained(folder / "llama")
+    hugging_face_folder("llama", folder / "llama")
     hugging_face("gpt2").save_pretrained(folder / "gpt2", max_shard_size="20kB")
     return folder
 

@@ -19,7 +19,7 @@ from replaylens.weights import quantised
 from replaylens.weights.loading import WEIGHTS_FILE, load
 from replaylens.weights.quantised import dequantised, from_mxfp4
 from replaylens.weights.source import Source
-from tests.families import hugging_face
+from tests.families import hugging_face, hugging_face_folder
 from tests.weights.test_adapter import trained
 from tests.weights.test_weights import edit_json
 
@@ -152,7 +152,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int, int], Packed]]] = {
 
 def write(folder: Path, config: dict[str, Any], pack: Callable[[int, int, int], Packed]) -> dict[str, Tensor]:
     """A Llama whose products are quantised. Returns the plain tensors that it stands for."""
-    hugging_face("llama").save_pretrained(folder)
+    hugging_face_folder("llama", folder)
     stored = load_file(folder / WEIGHTS_FILE)
     plain = dict(stored)
     for seed, name in enumerate(sorted(plain)):
@@ -168,7 +168,7 @@ def write(folder: Path, config: dict[str, Any], pack: Callable[[int, int, int], 
 def test_a_checkpoint_loads_to_the_values_that_it_stands_for(kind: str, tmp_path: Path) -> None:
     """Bit for bit the model of the plain checkpoint, in float32 and in bfloat16."""
     plain = write(tmp_path / "quantised", *FORMATS[kind])
-    hugging_face("llama").save_pretrained(tmp_path / "plain")
+    hugging_face_folder("llama", tmp_path / "plain")
     save_file(plain, tmp_path / "plain" / WEIGHTS_FILE)
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs = load(tmp_path / "quantised", dtype), load(tmp_path / "plain", dtype)
@@ -258,7 +258,7 @@ def test_what_is_not_supported_is_named(kind: str, tmp_path: Path) -> None:
 
 
 def test_plain_weights_under_a_quantised_config_are_named(tmp_path: Path) -> None:
-    hugging_face("llama").save_pretrained(tmp_path)
+    hugging_face_folder("llama", tmp_path)
     edit_json(tmp_path / "config.json", quantization_config={"quant_method": "fp8"})
     with pytest.raises(UnsupportedModel, match=r"no weight is stored that way. Remove quantization_config"):
         load(tmp_path)

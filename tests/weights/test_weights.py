@@ -28,7 +28,7 @@ from replaylens.thinking.core import ThinkingEngine
 from replaylens.weights.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save
 from replaylens.weights.opening import load_text
 from tests.engine.passes.packed import logits, sequences
-from tests.families import NAMES, hugging_face
+from tests.families import NAMES, hugging_face, hugging_face_folder
 from tests.mixtures import MIXTURES
 from tests.replay.bridges import bridge, saved_tokenizer
 
@@ -50,8 +50,7 @@ def assert_same(a: Decoder, b: Decoder) -> None:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     """A Hugging Face folder, to damage."""
-    hugging_face("llama").save_pretrained(tmp_path / "llama")
-    return tmp_path / "llama"
+    return hugging_face_folder("llama", tmp_path / "llama")
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def test_round_trip_keeps_the_bits_of_other_dtypes(dtype: torch.dtype, tmp_path:
 def test_folder_is_the_live_model(name: str, tmp_path: Path) -> None:
     """A Hugging Face folder, in one file or several, gives the bits of the model that wrote it."""
     live = load(hugging_face(name))
-    hugging_face(name).save_pretrained(tmp_path / "one")
+    hugging_face_folder(name, tmp_path / "one")
     hugging_face(name).save_pretrained(tmp_path / "many", max_shard_size="20KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
     assert_same(load(tmp_path / "one"), live)
@@ -137,7 +136,7 @@ def test_no_shared_experts_are_tensors_without_values(name: str, tmp_path: Path)
 
 def test_constants_of_older_checkpoints_are_no_weights(tmp_path: Path) -> None:
     """Causal masks and rotary tables stored by old versions are ignored without complaint."""
-    hugging_face("gpt2").save_pretrained(tmp_path)
+    hugging_face_folder("gpt2", tmp_path)
     masks = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8), "transformer.h.0.attn.masked_bias": torch.ones(())}
     edit(tmp_path, lambda tensors: tensors.update(masks))
     assert_same(load(tmp_path), load(hugging_face("gpt2")))
