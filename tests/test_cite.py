@@ -19,10 +19,9 @@ from replaylens import Answer, Dump, Edit, Engine, Run, Sampling, tasks
 from replaylens.cli import app
 from replaylens.dumps.maker import make_plan, write_dump
 from replaylens.engine.display import Citable, picture, stamp_of, stamped
-from replaylens.engine.errors import BadDump, BadRequest, BadRollouts, FingerprintMismatch
+from replaylens.engine.errors import BadDump, BadFile, BadRequest, FingerprintMismatch
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.records import Citation, Identifier, digest_of
-from replaylens.probes.errors import BadProbeFile
 from replaylens.probes.report import Report
 from replaylens.rollouts.drawing import redrawn
 from replaylens.rollouts.plan import ResamplePlanRecord
@@ -140,7 +139,7 @@ def test_a_report_has_its_digest(run: Run, tmp_path: Path) -> None:
     assert replace(report, lines=[report.lines[0] | {"accuracy": 0.7500000001}]).digest != report.digest
     file = tmp_path / "a" / "report.json"
     file.write_text(file.read_text().replace("0.75", "0.76"))
-    with pytest.raises(BadProbeFile, match="digest"):
+    with pytest.raises(BadFile, match="digest"):
         Report.load(file)
 
 
@@ -316,7 +315,7 @@ def test_a_page_names_all_that_it_shows(engine: Engine, run: Run, folder: Path, 
         with pytest.raises(BadRequest, match=r"or (its|their) path"):
             rl.report(tmp_path / "no.html", **wrong)
     for absent in ({"probes": "gone"}, {"probes": ["gone"]}, {"dump": str(tmp_path / "gone")}):
-        with pytest.raises((BadProbeFile, BadDump), match="gone"):
+        with pytest.raises((BadFile, BadDump), match="gone"):
             rl.report(tmp_path / "no.html", **absent)
 
 
@@ -405,7 +404,7 @@ def test_verify_names_damage(folder: Path, tmp_path: Path) -> None:
     for content in (*(json.dumps(each).encode() for each in odd), b"\x80\x04}.", b"[" * 100_000, b""):
         (tmp_path / "other.json").write_bytes(content)
         code, out = called("verify", tmp_path / "other.json")
-        assert code == 2 and "BadProbeFile" in out and "is not a report" in out.replace("\n", " "), out
+        assert code == 2 and "BadFile" in out and "is not a report" in out.replace("\n", " "), out
 
 
 def test_a_changed_summary_is_a_mismatch(run: Run, tmp_path: Path) -> None:
@@ -499,7 +498,7 @@ def test_rollouts_that_cannot_be_drawn_again(engine: Engine, folder: Path, tmp_p
     assert raw["made_by"]["canonical"] == "portable-1"
     raw["made_by"]["dtype"] = "bfloat16"
     (tmp_path / "plan.json").write_text(json.dumps(raw))
-    with pytest.raises(BadRollouts, match="made_by"):
+    with pytest.raises(BadFile, match="made_by"):
         Rollouts.load(tmp_path)
     del raw["made_by"]
     (tmp_path / "plan.json").write_text(json.dumps(raw))

@@ -32,7 +32,7 @@ from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import Fingerprint
 from replaylens.extras.bridges.formats import from_probebench, to_probebench
 from replaylens.probes import report as report_module
-from replaylens.probes.errors import BadProbeFile, SweepMismatch
+from replaylens.probes.errors import BadFile, PlanMismatch
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.report import Report
 from replaylens.probes.rows import Cell
@@ -489,24 +489,24 @@ def test_damage_to_a_sweep_is_found_by_name(tmp_path: Path) -> None:
         for what, made in damages(content):
             path.write_bytes(made)
             for read in (check_parts, read_part):
-                with pytest.raises(BadProbeFile, match=f"{path.name} was changed.*Delete it"):
+                with pytest.raises(BadFile, match=f"{path.name} was changed.*Delete it"):
                     pytest.fail(f"{what}: {read(tmp_path)}")
         np.savez(made := io.BytesIO(), **{name: np.zeros_like(x) for name, x in arrays.items()})
         path.write_bytes(made.getvalue()[:-2] + content[-66:])
-        with pytest.raises(BadProbeFile, match=f"{path.name} was changed"):
+        with pytest.raises(BadFile, match=f"{path.name} was changed"):
             read_part(tmp_path)
         path.write_bytes(made.getvalue())
         assert check_parts(tmp_path) == (1, 1), "without a seal, it is as an older version wrote it, and computed again"
         path.write_bytes(content)
     one, other = (path.read_bytes() for path in parts)
     parts[0].write_bytes(other)
-    with pytest.raises(BadProbeFile, match=f"{parts[0].name} was changed, or is|{parts[0].name} was changed"):
+    with pytest.raises(BadFile, match=f"{parts[0].name} was changed, or is|{parts[0].name} was changed"):
         check_parts(tmp_path)
     parts[0].write_bytes(one)
     (tmp_path / "sweep.key").write_text(KEY.replace(KEY[0], "x"))
-    with pytest.raises(BadProbeFile, match=r"sweep\.key is damaged"):
+    with pytest.raises(BadFile, match=r"sweep\.key is damaged"):
         read_part(tmp_path)
-    with pytest.raises(SweepMismatch):
+    with pytest.raises(PlanMismatch):
         SweepCache(tmp_path / "other", KEY[::-1])
         SweepCache(tmp_path / "other", KEY)
     (tmp_path / "sweep.key").write_text("")  # as an older version left it on a full disk

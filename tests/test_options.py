@@ -1668,13 +1668,13 @@ effects(
 
 def saved_twice(**given: Any) -> Any:
     """The dump that the second call returns; None where it refuses the folder."""
-    from replaylens.engine.errors import DumpExists
+    from replaylens.engine.errors import FolderExists
 
     run, folder = coin().replay(tasks.get("coin")(flips=(1, 2)).examples(1), sites="S"), Path(mkdtemp()) / "d"
     made = run.save(folder)
     try:
         return made.digest == run.save(folder, **given).digest
-    except DumpExists:
+    except FolderExists:
         return None
 
 

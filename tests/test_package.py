@@ -206,10 +206,10 @@ import sys
 import replaylens.errors as errors
 import replaylens as rl
 assert rl.errors is errors and not {"torch", "numpy", "pandas"} & set(sys.modules)
-from replaylens.engine.errors import BadRequest, BadChunks
-from replaylens.probes.errors import OneClass, CutFeatures
+from replaylens.engine.errors import BadRequest, BadRequest
+from replaylens.probes.errors import OneClass, Caveat
 from replaylens.tasks.errors import UnknownTask
-for kind in (BadRequest, BadChunks, OneClass, CutFeatures, UnknownTask):
+for kind in (BadRequest, BadRequest, OneClass, Caveat, UnknownTask):
     assert getattr(errors, kind.__name__) is kind and kind.__name__ in errors.__all__
 assert "Iterable" not in errors.__all__
 """
@@ -221,7 +221,7 @@ def test_old_names_of_errors() -> None:
     from replaylens import errors
 
     assert errors.OtherModel is errors.ModelMismatch and errors.EngineBug is errors.InternalError
-    assert errors.OtherPlan is errors.PlanMismatch and errors.OtherSweep is errors.SweepMismatch
+    assert errors.OtherPlan is errors.PlanMismatch and errors.OtherSweep is errors.PlanMismatch
     assert errors.OtherFingerprint is errors.FingerprintMismatch
 
 

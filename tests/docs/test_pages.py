@@ -38,7 +38,7 @@ from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALL
 
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, *NOTES]}
 RUN = [page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page, TEXTS[page]))]
-LONG = ("docs/workbench.md", "docs/branches.md", "docs/models.md", "docs/extending.md")
+LONG = ("docs/workbench.md", "docs/branches.md", "docs/models.md")
 """pages whose examples take more than five seconds: `make slow` runs them"""
 
 

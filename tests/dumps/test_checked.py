@@ -11,7 +11,7 @@ from replaylens.cli import app
 from replaylens.dumps import shard
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.store import Store
-from replaylens.engine.errors import BadDump, BadRequest, DamagedShard
+from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.files import CACHE_VARIABLE
 from replaylens.probes.rows import ProbeRows
 from tests.dumps.conftest import in_memory
@@ -59,7 +59,7 @@ READERS = {
 def test_a_flipped_bit_is_found(copy: Path, name: str) -> None:
     """By every reader; and by none if it is told not to look."""
     flip_bit(copy / "shard-00002.safetensors")
-    with pytest.raises(DamagedShard, match=r"shard-00002\.safetensors was changed .* check=False"):
+    with pytest.raises(BadDump, match=r"shard-00002\.safetensors was changed .* check=False"):
         READERS[name](Dump.open(copy))
     READERS[name](Dump.open(copy, check=False))
 
@@ -97,7 +97,7 @@ def test_damage_after_the_check_is_found(copy: Path, settled: None) -> None:
     """Writing changes the time, though not the size."""
     Dump.open(copy).to_torch("S", 0)
     flip_bit(copy / "shard-00001.safetensors")
-    with pytest.raises(DamagedShard, match="shard-00001"):
+    with pytest.raises(BadDump, match="shard-00001"):
         Dump.open(copy).to_torch("S", 0)
 
 
@@ -109,7 +109,7 @@ def test_damage_with_the_old_time_is_found(copy: Path, settled: None) -> None:
     flip_bit(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert os.stat(path).st_mtime_ns == before.st_mtime_ns
-    with pytest.raises(DamagedShard, match="shard-00001"):
+    with pytest.raises(BadDump, match="shard-00001"):
         Dump.open(copy).to_torch("S", 0)
 
 
@@ -117,7 +117,7 @@ def test_a_result_holds_for_its_own_manifest(copy: Path, settled: None) -> None:
     """The file stays as it is, and another manifest, whose seal is right, names another hash."""
     Dump.open(copy).to_torch("S", 0)
     edit_manifest(copy, lambda raw: raw["shards"][1].update(sha256="0" * 64))
-    with pytest.raises(DamagedShard, match="shard-00001"):
+    with pytest.raises(BadDump, match="shard-00001"):
         Dump.open(copy).to_torch("S", 0)
 
 
@@ -155,7 +155,7 @@ def test_remote_shards_are_hashed_on_request(reference: Dump, hashed: list[str])
     store.write("shard-00001.safetensors", bytes(raw))
     Dump.open("memory://checked").to_torch("S", 0)
     assert hashed == []
-    with pytest.raises(DamagedShard):
+    with pytest.raises(BadDump):
         Dump.open("memory://checked", check=True).to_torch("S", 0)
 
 
@@ -177,5 +177,5 @@ def test_probe_on_a_damaged_dump(copy: Path) -> None:
     command = ["probe", str(copy), "--label", "face", "--sites", "S", "--layers", "0", "--positions", "step", "--folds", "2"]
     quick = ["--estimators", "ridge", "--no-controls", "--quiet"]
     done = CliRunner().invoke(app, [*command, *quick])
-    assert done.exit_code == 2 and done.stderr.startswith("DamagedShard: ") and "Resume the dump" in done.stderr
+    assert done.exit_code == 2 and done.stderr.startswith("BadDump: ") and "Resume the dump" in done.stderr
     assert CliRunner().invoke(app, [*command, *quick, "--no-check"]).exit_code == 0

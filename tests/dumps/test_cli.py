@@ -36,7 +36,7 @@ from replaylens.dumps.plan import DumpPlan, ends_of
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.verify import VERIFIED, Comparison, Verification, diff, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadDump, BadEdit, BadRequest, NotCaptured, PlanMismatch
+from replaylens.engine.errors import BadDump, BadEdit, BadRequest, Caveat, PlanMismatch
 from replaylens.engine.machine import in_bytes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.records import DTYPES
@@ -176,7 +176,7 @@ def test_window_one_drafts_nothing(model_folder: Path) -> None:
 
 def test_existing_dump(dump_words: list[str], copy: Path) -> None:
     code, _, err = run(*dump_words, "--out", copy)
-    assert code == 2 and "DumpExists" in err and "Resume it" in err
+    assert code == 2 and "FolderExists" in err and "Resume it" in err
 
 
 def test_replay(model_folder: Path) -> None:
@@ -592,7 +592,7 @@ def test_positions_by_name(
 
 def test_a_dump_without_rows_says_so(coin_of_texts: Engine, texts: GivenTexts, tmp_path: Path) -> None:
     plan = make_plan(coin_of_texts, texts, len(texts), sites=[SITE], positions="text:nowhere")
-    with pytest.warns(NotCaptured, match=r"has no rows: positions='text:nowhere' chooses none of 3 examples"):
+    with pytest.warns(Caveat, match=r"has no rows: positions='text:nowhere' chooses none of 3 examples"):
         made = written(coin_of_texts, plan, tmp_path / "d")
     assert len(made.index["example"]) == 0 and verify(tmp_path / "d", coin_of_texts, sample="all")
 

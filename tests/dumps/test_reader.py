@@ -29,7 +29,7 @@ from replaylens.dumps.reader import Dump
 from replaylens.dumps.store import Store
 from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, DamagedShard, UnknownSite
+from replaylens.engine.errors import BadDump, BadRequest, UnknownSite
 from replaylens.engine.lens import lens
 from replaylens.engine.lens.lens import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
@@ -375,7 +375,7 @@ def test_single_rows_cost_few_calls(reference: Dump, copy: Path, site: tuple[str
         with pytest.raises(BadRequest, match="There is no row"):
             array[len(wanted)]
     flip_bit(copy / shard_name(0), -40)
-    with pytest.raises(DamagedShard):
+    with pytest.raises(BadDump):
         Dump.open(copy).array(*site)[0]
 
 

@@ -34,10 +34,10 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadDump,
     BadRequest,
-    DumpExists,
     DumpLocked,
     DumpWriteFailed,
     FingerprintMismatch,
+    FolderExists,
     PlanMismatch,
     UnfinishedDump,
 )
@@ -193,7 +193,7 @@ def test_real_limit_on_files(engine: Engine, planned: Planned, tmp_path: Path) -
 
 
 def test_existing_dumps_are_not_overwritten(engine: Engine, planned: Planned, copy: Path) -> None:
-    with pytest.raises(DumpExists, match="a finished dump"):
+    with pytest.raises(FolderExists, match="a finished dump"):
         write_dump(engine, planned(), copy)
     with pytest.raises(PlanMismatch, match="max_new"):
         write_dump(engine, planned(max_new=3), copy, resume=True)
@@ -362,7 +362,7 @@ def test_a_failure_after_the_first_shard_leaves_it(
         patch.setattr(ShardMaker, "make", fail_at_two)
         write_dump(engine, planned(), tmp_path)
     assert (tmp_path / "plan.json").exists() and (tmp_path / "part-00000.json").exists()
-    with pytest.raises(DumpExists, match=r"Resume it \(resume=True\), or use another folder\.$"):
+    with pytest.raises(FolderExists, match=r"Resume it \(resume=True\), or use another folder\.$"):
         write_dump(engine, planned(examples=5), tmp_path)
     resumed = written(engine, planned(), tmp_path, resume=True)
     assert resumed.digest == reference.digest
@@ -389,7 +389,7 @@ def test_resume_with_other_options_or_weights(
 ) -> None:
     """An unfinished dump resumes only with its own plan and weights."""
     assert write_dump(engine, planned(), tmp_path, part=(0, 2)) is None
-    with pytest.raises(DumpExists, match="an unfinished dump"):
+    with pytest.raises(FolderExists, match="an unfinished dump"):
         write_dump(engine, planned(), tmp_path)
     with pytest.raises(PlanMismatch, match=r"drafter: tree here, lens there"):
         write_dump(engine, planned(drafter="tree"), tmp_path, resume=True)
@@ -516,7 +516,7 @@ def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, 
         if not child:
             try:
                 write_dump(engine, planned(), tmp_path)
-            except (DumpLocked, DumpExists):
+            except (DumpLocked, FolderExists):
                 os._exit(3)
             except BaseException:
                 os._exit(1)

@@ -17,7 +17,7 @@ from replaylens.engine.errors import (
     BadEdit,
     BadRequest,
     BadWeights,
-    KVCorruption,
+    IntegrityError,
     NonFinite,
     OutOfStates,
     UnknownSite,
@@ -181,7 +181,7 @@ def test_the_canary_watches_states() -> None:
     branch = subject.prompt(TOKENS[:70]).generate(2)
     cache = subject.runner.cache
     cache.states[:, int(cache.state_of[branch.lane.table.pages[3]]), 0, 0, 0] += 1
-    with pytest.raises(KVCorruption, match="position 63"):
+    with pytest.raises(IntegrityError, match="position 63"):
         branch.generate(2)
 
 

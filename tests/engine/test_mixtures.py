@@ -12,7 +12,7 @@ from replaylens import ablate, lens, patch, probes, tasks
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, MixedExperts, UnsupportedModel
+from replaylens.engine.errors import BadEdit, BadRequest, Caveat, UnsupportedModel
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu
@@ -194,7 +194,7 @@ def test_dumps_hold_router_sites_and_probes_read_them(tmp_path: Path) -> None:
     assert indices.dtype == torch.int64 and indices.shape == (len(dump), 2) and weights.shape == (len(dump), 5)
     assert bool((weights.gather(-1, indices) > 0).all()) and bool(((weights > 0).sum(-1) == 2).all())
     with warnings.catch_warnings():
-        warnings.simplefilter("error", MixedExperts)
+        warnings.simplefilter("error", Caveat)
         report = probes.sweep(dump, "face", sites=SITES[0], positions="query", estimators="ridge")
         dump.matrix(SITES[2])
     assert set(report.table["site"]) == {SITES[0]}
@@ -205,12 +205,12 @@ def _warned_of_slots(dump: Dump, run: Run) -> None:
     """The columns of such a site belong to another expert in each row. One expert's rows, chosen by hand, are fine."""
     chosen, out = SITES[1], OUTS[1]
     for given, site in ((dump, out), (run, OUTS[0]), (dump, chosen)):
-        with pytest.warns(MixedExperts, match=site.split(".")[-1]):
+        with pytest.warns(Caveat, match=site.split(".")[-1]):
             probes.sweep(given, "face", sites=site, positions="query", estimators="ridge", permutations=19)
-    with pytest.warns(MixedExperts, match="Choose the rows of one expert by hook_expert_indices"):
+    with pytest.warns(Caveat, match="Choose the rows of one expert by hook_expert_indices"):
         assert dump.matrix(out).X.shape == (len(dump), 2 * 32)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", MixedExperts)
+        warnings.simplefilter("error", Caveat)
         slots = torch.from_numpy(dump.matrix(chosen).X) == int(dump.to_torch(chosen)[0, 0])
         index = dump.index[slots.any(1).numpy()]
         rows = probes.ProbeRows.of_arrays({out: dump.to_torch(out)[slots]}, index["face"], groups=index["root"])

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import replaylens as rl
-from replaylens.engine.errors import BadEdit, BadRequest, MissingPackage, NoChatTemplate, UnknownSite
+from replaylens.engine.errors import BadEdit, BadRequest, BadTexts, MissingPackage, UnknownSite
 from replaylens.engine.files import cache_folder
 from replaylens.extras.bridges.options import digest_of, edits_of, engine_of, sampling_of
-from replaylens.probes.errors import BadProbeFile
+from replaylens.probes.errors import BadFile
 from tests.engine.serving.test_watch import probe
 
 PROMPTS = {
@@ -170,7 +170,7 @@ def test_what_is_not_supported_is_refused(coin: rl.Engine, tmp_path: Path) -> No
     ):
         with pytest.raises(BadRequest, match=error) as raised:
             asyncio.run(api.generate(message, [], "none", inspect.GenerateConfig(**config)))
-        assert config or isinstance(raised.value, NoChatTemplate)
+        assert config or isinstance(raised.value, BadTexts)
 
 
 # Inspect: probes and tools
@@ -197,7 +197,7 @@ def test_the_log_has_the_scores_of_probes(coin: rl.Engine, tmp_path: Path) -> No
     from replaylens.extras.bridges.inspect_provider import ReplayAPI
 
     for wrong in ([str(tmp_path / "none")], [str(tmp_path / "one"), str(tmp_path / "one.json")], 7, {"a": 7}):
-        with pytest.raises((BadRequest, BadProbeFile)):
+        with pytest.raises((BadRequest, BadFile)):
             ReplayAPI("coin-plain", engine=coin, probes=wrong)
 
 

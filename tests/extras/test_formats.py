@@ -22,7 +22,7 @@ import replaylens as rl
 from replaylens.engine.errors import BadDump, BadRequest, DumpWriteFailed
 from replaylens.extras.bridges.formats import INDEX, from_lmprobe, from_probebench, to_lmprobe, to_probebench
 from replaylens.probes import ProbeRows, fit_probe
-from replaylens.probes.errors import BadProbeFile
+from replaylens.probes.errors import BadFile
 from tests.test_files import watched
 
 MODEL = "replaylens/coin-plain"
@@ -301,7 +301,7 @@ def test_a_bundle_of_other_tensors_is_refused(lines: str, tmp_path: Path) -> Non
         return tmp_path
 
     assert from_probebench(written(_line())).weight.tolist() == [[1.0] * 4], "the control"
-    with pytest.raises(BadProbeFile):
+    with pytest.raises(BadFile):
         from_probebench(written(LINES[lines]))
 
 
@@ -318,14 +318,14 @@ def test_a_bad_bundle_is_refused(dump: rl.Dump, tmp_path: Path) -> None:
     }.items():
         folder = to_probebench(probe, tmp_path / name, ABOUT)
         damage(folder)
-        with pytest.raises(BadProbeFile):
+        with pytest.raises(BadFile):
             from_probebench(folder)
     assert not (tmp_path / "ran").exists()
     for name, value in WRONG:
         folder = to_probebench(probe, tmp_path / "wrong", ABOUT)
         meta = json.loads((folder / "meta.json").read_text())
         (folder / "meta.json").write_text(json.dumps(meta | {name: value}))
-        with pytest.raises(BadProbeFile, match=name):
+        with pytest.raises(BadFile, match=name):
             from_probebench(folder)
         if name in checked:
             with pytest.raises(BadRequest, match=name):

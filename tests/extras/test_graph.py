@@ -582,7 +582,7 @@ def test_bad_requests_are_named(tmp_path: Any) -> None:
         with pytest.raises(errors.BadRequest, match=reason):
             rl.attribution_graph(served, PATH, transcoders, (3, 4))  # type: ignore[arg-type]
     for metric in (lambda logits: logits[0], (1, 2, 3), served.prompt(PATH)):
-        with pytest.raises(errors.BadMetric, match="Only logits are sums over nodes"):
+        with pytest.raises(errors.BadRequest, match="Only logits are sums over nodes"):
             rl.attribution_graph(served, PATH, made, metric)  # type: ignore[arg-type]
     with pytest.raises(errors.BadRequest, match="another engine"):
         rl.attribution_graph(engine(), served.prompt(PATH), made, (3, 4))

@@ -12,7 +12,7 @@ from torch import Tensor
 from replaylens import Edit, tasks
 from replaylens.engine import transformer_lens
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, NotFolded, UnknownSite
+from replaylens.engine.errors import BadEdit, BadRequest, Caveat, UnknownSite
 from replaylens.engine.lens import lens as tuned_lens
 from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.sites import KEY_SITES
@@ -245,7 +245,7 @@ def test_texts(llama: Engine) -> None:
 
 @pytest.mark.parametrize("name", MORE)
 @torch.no_grad()
-@pytest.mark.filterwarnings("ignore::replaylens.engine.errors.NotFolded")
+@pytest.mark.filterwarnings("ignore::replaylens.engine.errors.Caveat")
 def test_methods_of_the_cache(name: str) -> None:
     _, ours = engine(name).run_with_cache(TOKENS)
     _, theirs = bridge(name).run_with_cache(TOKENS)
@@ -305,7 +305,7 @@ def test_attributions_without_the_final_norm_are_warned_of(llama: Engine) -> Non
         stack, pair = cache.decompose_resid(), dict(tokens=5, incorrect_tokens=7)
         logits = served(TOKENS[:1])[0, -1]
         if served is llama:
-            with pytest.warns(NotFolded, match=r"rl\.dla"):
+            with pytest.warns(Caveat, match=r"rl\.dla"):
                 found = cache.logit_attrs(stack, **pair)
         else:
             with warnings.catch_warnings():

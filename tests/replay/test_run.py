@@ -15,7 +15,7 @@ import replaylens as rl
 from replaylens import Edit, tasks
 from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, BadTexts, NoChatTemplate, NonFinite, NotCertified, UnknownSite
+from replaylens.engine.errors import BadRequest, BadTexts, NonFinite, NotCertified, UnknownSite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.request.capture import PositionSlice
 from replaylens.engine.request.sampling import Sampling
@@ -519,10 +519,10 @@ def test_one_chat_is_not_several_prompts(of_bytes: Engine, tmp_path: Path) -> No
 
 def test_a_chat_without_a_template_is_refused(coin: Engine, of_bytes: Engine) -> None:
     with pytest.raises(
-        NoChatTemplate, match=r"Text 1: A chat was given, but the tokenizer WordTokenizer has no chat template\. Load"
+        BadTexts, match=r"Text 1: A chat was given, but the tokenizer WordTokenizer has no chat template\. Load"
     ):
         coin.texts([HEADS, QUESTION])
-    with pytest.raises(NoChatTemplate, match=r"^A chat was given, but the tokenizer WordTokenizer has no chat template"):
+    with pytest.raises(BadTexts, match=r"^A chat was given, but the tokenizer WordTokenizer has no chat template"):
         rl.lens(coin, QUESTION)
     with pytest.raises(BadRequest, match=r"This engine has no tokenizer\. Give token ids instead of a chat"):
         toy_engine().prompt(QUESTION)

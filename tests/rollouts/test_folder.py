@@ -26,14 +26,14 @@ from replaylens.dumps.reader import Dump
 from replaylens.dumps.verify import VERIFIED, verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
+    BadFile,
     BadRequest,
-    BadRollouts,
     BadTexts,
     ClusterFailed,
     DumpWriteFailed,
     FingerprintMismatch,
     PlanMismatch,
-    UnsealedRollouts,
+    Unsealed,
 )
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
@@ -103,7 +103,7 @@ def test_a_huge_plan_is_not_enumerated(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("wave-00003.json", "wave-123456.json", "wave-00004.safetensors", "wave-0000005.json"):
         (tmp_path / name).touch()
     (tmp_path / f"wave-{files.num_waves:05d}.json").touch()  # one more than the plan has
-    with pytest.raises(BadRollouts, match=f"has {5 * 10**11 - 2} unfinished waves of {5 * 10**11}"):
+    with pytest.raises(BadFile, match=f"has {5 * 10**11 - 2} unfinished waves of {5 * 10**11}"):
         Rollouts.load(tmp_path)
 
 
@@ -116,7 +116,7 @@ def test_resumed_in_the_middle(tmp_path: Path, reference: Rollouts) -> None:
     for _ in range(4):
         next(stream)
     stream.close()  # type: ignore[attr-defined]
-    with pytest.raises(BadRollouts, match="1 unfinished waves"):
+    with pytest.raises(BadFile, match="1 unfinished waves"):
         Rollouts.load(tmp_path)
     before = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
     left = [f"wave-00002.json.{7:032x}.part", f"plan.json.{8:032x}.part"]  # processes were killed while they wrote
@@ -164,13 +164,13 @@ def test_damage(whole: Path, tmp_path: Path) -> None:
     content = bytearray(rows.read_bytes())
     content[-1] ^= 1
     rows.write_bytes(content)
-    with pytest.raises(BadRollouts, match="was changed"):
+    with pytest.raises(BadFile, match="was changed"):
         drawn(path(), tmp_path)
     file = tmp_path / "wave-00000.json"
     raw = json.loads(file.read_text())
     for wrong in ({**raw, "rollouts": raw["rollouts"][1:]}, {**raw, "more": 1}, [], {"rollouts": [{}], "sha256": None}):
         file.write_text(json.dumps(wrong))
-        with pytest.raises(BadRollouts):
+        with pytest.raises(BadFile):
             Rollouts.load(tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_missing_rows(tmp_path: Path, reference: Rollouts) -> None:
     (tmp_path / "wave-00001.safetensors").unlink()
     text = r"wave-00001\.safetensors is missing\. Delete wave-00001\.json, and resume to draw the wave again"
     for look in (lambda: drawn(path(), tmp_path), lambda: Rollouts.load(tmp_path), lambda: found.states["blocks.0.hook_in"]):
-        with pytest.raises(BadRollouts, match=text):
+        with pytest.raises(BadFile, match=text):
             look()
     (tmp_path / "wave-00001.json").unlink()
     assert drawn(path(), tmp_path).digest == reference.digest
@@ -216,7 +216,7 @@ def test_changed_records(whole: Path, tmp_path: Path, change: str) -> None:
             first[change] += 1
             raw["digest"] = folder._digest(raw["rollouts"], raw["sha256"], raw["plan"])
     file.write_text(json.dumps(raw))
-    with pytest.raises(BadRollouts, match=r"was changed|other rollouts|has 3 rollouts instead of 4|a rollout of [07] tokens"):
+    with pytest.raises(BadFile, match=r"was changed|other rollouts|has 3 rollouts instead of 4|a rollout of [07] tokens"):
         Rollouts.load(tmp_path)
 
 
@@ -228,14 +228,14 @@ def test_other_folders(tmp_path: Path) -> None:
         drawn(engine().prompt([1, 2, 9]).force([4, 5, 6, 7]), tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine.txt").write_text("x")
-    with pytest.raises(BadRollouts, match=r"not empty, and holds no rollouts but mine\.txt"):
+    with pytest.raises(BadFile, match=r"not empty, and holds no rollouts but mine\.txt"):
         drawn(path(), tmp_path / "b")
     for content in ("{", "[]", '{"wave": 0}', '{"wave": 2, "plan": {}}'):
         (tmp_path / "b" / "plan.json").write_text(content)
         for look in (lambda: Rollouts.load(tmp_path / "b"), lambda: drawn(path(), tmp_path / "b")):
-            with pytest.raises(BadRollouts, match=r"plan\.json is (not JSON|invalid|damaged)"):
+            with pytest.raises(BadFile, match=r"plan\.json is (not JSON|invalid|damaged)"):
                 look()
-    with pytest.raises(BadRollouts):
+    with pytest.raises(BadFile):
         Rollouts.load(tmp_path / "missing")
 
 
@@ -355,7 +355,7 @@ def test_a_link_to_a_folder(tmp_path: Path, reference: Rollouts) -> None:
 def test_a_folder_of_somebody_else(tmp_path: Path, name: str) -> None:
     """Whatever the names are, nothing is written beside files that are not ours."""
     (tmp_path / "sub").mkdir() if name == "sub" else (tmp_path / name).write_bytes(b"mine")
-    with pytest.raises(BadRollouts, match=name) as caught:
+    with pytest.raises(BadFile, match=name) as caught:
         drawn(path(), tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == [name] and "elete" not in str(caught.value)
 
@@ -368,12 +368,12 @@ def test_a_changed_plan(whole: Path, tmp_path: Path, reference: Rollouts) -> Non
     raw["plan"]["tokens"][:2] = [8, 9]
     file.write_text(json.dumps(raw))
     for look in (lambda: Rollouts.load(tmp_path), lambda: drawn(path(), tmp_path)):
-        with pytest.raises(BadRollouts, match=r"plan\.json was changed"):
+        with pytest.raises(BadFile, match=r"plan\.json was changed"):
             look()
     raw["wave"] += 1
     del raw["sha256"]
     file.write_text(json.dumps(raw))
-    with pytest.warns(UnsealedRollouts), pytest.raises(BadRollouts, match="drawn for another plan"):
+    with pytest.warns(Unsealed), pytest.raises(BadFile, match="drawn for another plan"):
         Rollouts.load(tmp_path)  # who removes the hash meets that of the waves
 
 
@@ -388,7 +388,7 @@ def test_a_damaged_answer(whole: Path, tmp_path: Path, answer: object) -> None:
     raw["plan"]["answer"] = answer
     file.write_bytes(folder._plan_file(raw["plan"], raw["wave"]))
     for look in (lambda: Rollouts.load(tmp_path), lambda: drawn(path(), tmp_path)):
-        with pytest.raises(BadRollouts, match=r"plan\.json is damaged: Invalid (answer|regular expression)"):
+        with pytest.raises(BadFile, match=r"plan\.json is damaged: Invalid (answer|regular expression)"):
             look()
 
 
@@ -397,7 +397,7 @@ def test_a_plan_of_another_folder(tmp_path: Path) -> None:
     drawn(path(), tmp_path / "a")
     drawn(engine().prompt([1, 2, 9]).force([4, 5, 6, 7]), tmp_path / "b")
     (tmp_path / "a" / "plan.json").write_bytes((tmp_path / "b" / "plan.json").read_bytes())
-    with pytest.raises(BadRollouts, match="drawn for another plan"):
+    with pytest.raises(BadFile, match="drawn for another plan"):
         Rollouts.load(tmp_path / "a")
 
 
@@ -412,10 +412,10 @@ def test_a_folder_of_an_older_version(whole: Path, tmp_path: Path, reference: Ro
         else:
             del raw["sha256"]
         file.write_text(json.dumps(raw))
-    with pytest.warns(UnsealedRollouts, match="no SHA-256.*Resume"):
+    with pytest.warns(Unsealed, match="no SHA-256.*Resume"):
         assert Rollouts.load(tmp_path).digest == reference.digest
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UnsealedRollouts)
+        warnings.simplefilter("error", Unsealed)
         assert drawn(path(), tmp_path).digest == Rollouts.load(tmp_path).digest == reference.digest
 
 

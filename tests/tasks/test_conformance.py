@@ -224,7 +224,7 @@ def test_command(tmp_path: Path) -> None:
             "the next action is as predictable as declared"
         ]
     done = CliRunner().invoke(app, ["tasks", "check", f"{tmp_path}/gone.py:Square"])
-    assert done.exit_code == 2 and "CannotImport: " in done.stderr
+    assert done.exit_code == 2 and "BadTask: " in done.stderr
 
 
 # ---- known zeros -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from replaylens.dumps.maker import make_plan, write_dump
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.verify import diff, verify
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadChunks, BadConfig, BadEdit, BadRequest, BadThought, NonFinite
+from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, NonFinite
 from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.proof.trace import Trace
@@ -367,10 +367,10 @@ def test_a_state_that_is_zeroed_is_as_if_nothing_had_been_thought(plain: Subject
 
 def test_prompts_that_are_not_whole_chunks(plain: Subject) -> None:
     engine = plain.engine()
-    with pytest.raises(BadChunks, match="not whole chunks of 3"):
+    with pytest.raises(BadRequest, match="not whole chunks of 3"):
         engine.prompt([5, 6, 7, 8])
     branch = engine.prompt([5, 6, 7]).generate(2)
-    with pytest.raises(BadChunks, match="Fork it at a chunk border"):
+    with pytest.raises(BadRequest, match="Fork it at a chunk border"):
         branch.extend([5, 6, 7])
     assert len(engine.loop.lanes) == 1
 
@@ -388,7 +388,7 @@ def test_only_a_first_prompt_begins_with_special_tokens(plain: Subject, monkeypa
     [((5, 6, 7, 8, EOS), "max_thought is 4"), ((5, 6), "single <EOS>"), ((99, EOS), "of the vocabulary")],
 )
 def test_drafts_that_nobody_can_think(plain: Subject, thought: tuple[int, ...], says: str) -> None:
-    with pytest.raises(BadThought, match=says):
+    with pytest.raises(BadRequest, match=says):
         plain.engine().prompt([5, 6, 7], guess="drafted", drafts=[thought])
 
 

@@ -242,7 +242,7 @@ def test_train_a_model_that_thinks(small: Path, method: str) -> None:
     [
         (["own.json"], "BadRecipe: The recipe own.json cannot be followed. Unknown task 'square'"),
         (["gone.toml"], "BadRecipe: The recipe gone.toml cannot be read"),
-        (["own.json", "--task", "gone.py:Square"], "CannotImport: "),
+        (["own.json", "--task", "gone.py:Square"], "BadTask: "),
         (["own.json", "--task", "coin"], "Unknown task 'square'"),
         (["coins.json", "--task", "square.py:Square"], "is the task 'square', but coins.json trains on coin. Leave it out."),
         (["own.json", "--chunk", "2"], "--chunk 2: not for recipe files"),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from replaylens import tasks
 from replaylens.cli import app
 from replaylens.commands import training as command
-from replaylens.engine.errors import BadRecipe, BadThought
+from replaylens.engine.errors import BadRecipe, BadRequest
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -378,7 +378,7 @@ def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) ->
     assert CliRunner().invoke(app, asked).exit_code == 0
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     result = CliRunner().invoke(app, [*asked, *more])
-    assert result.exit_code == 2 and "RunExists: " in result.stderr and "holds a trained model" in _flat(result.stderr)
+    assert result.exit_code == 2 and "FolderExists: " in result.stderr and "holds a trained model" in _flat(result.stderr)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -405,7 +405,7 @@ def test_command_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.Monk
 def test_command_names_the_models(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", "coin-plane", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "UnknownModel: " in result.stderr and "coin-plain, coin-draft, coin-thinking" in _flat(result.stderr)
+    assert "UnsupportedModel: " in result.stderr and "coin-plain, coin-draft, coin-thinking" in _flat(result.stderr)
 
 
 @pytest.mark.usefixtures("small_command")
@@ -673,7 +673,7 @@ def test_every_task_with_steps_can_be_cut(name: str) -> None:
 
 def test_a_thought_that_does_not_fit() -> None:
     tokenizer, examples = coin(rendering="states", flips=8)
-    with pytest.raises(BadThought, match="Raise max_thought, or use smaller chunks"):
+    with pytest.raises(BadRequest, match="Raise max_thought, or use smaller chunks"):
         chunked(examples[0], tokenizer, replace(CONFIG, chunk=50), "thinking")
 
 

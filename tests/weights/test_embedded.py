@@ -52,7 +52,7 @@ def test_the_names_of_the_zoo_are_those_of_recipes_and_folders() -> None:
 @pytest.mark.parametrize("ask", [zoo.recipe, zoo.load_embedded])
 def test_an_unknown_name_lists_the_known(ask: object) -> None:
     assert callable(ask)
-    with pytest.raises(zoo.UnknownModel, match=r"Unknown embedded model 'gpt-5'\. Known: coin-plain, coin-draft"):
+    with pytest.raises(zoo.UnsupportedModel, match=r"Unknown embedded model 'gpt-5'\. Known: coin-plain, coin-draft"):
         ask("gpt-5")
 
 

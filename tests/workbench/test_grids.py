@@ -26,7 +26,7 @@ from replaylens import (
     routing,
     steer,
 )
-from replaylens.engine.errors import BadRequest, NotCaptured, UnknownPromptWord
+from replaylens.engine.errors import BadRequest, Caveat, UnknownPromptWord
 from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
 from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.features.features import SparseFeatures
@@ -663,7 +663,7 @@ def test_drafts_without_rows_are_not_left_out_silently(engine: Engine) -> None:
     branch = engine.prompt(PROMPT, sites=SITES_OF_ROUTING)
     branch.generate(4, drafter="forced", drafts={9: [[1, 2]]}, final=True, keep_pages=True)
     assert branch.rejected
-    with pytest.warns(NotCaptured, match="1 rejected drafts .* keep_rejected=True"):
+    with pytest.warns(Caveat, match="1 rejected drafts .* keep_rejected=True"):
         assert routing(engine, branch).drafts == ()
 
 

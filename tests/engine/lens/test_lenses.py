@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadRequest, BadTrace, BadWeights, FingerprintMismatch
+from replaylens.engine.errors import BadFile, BadRequest, BadWeights, FingerprintMismatch
 from replaylens.engine.lens import lens
 from replaylens.engine.lens import lens as readout
 from replaylens.engine.lens import lens as tuned
@@ -54,7 +54,7 @@ def test_a_lens_that_was_not_made_known_is_named(name: str) -> None:
 def test_a_trace_through_a_lens_that_was_not_made_known_is_named(name: str) -> None:
     recorded, other, knows = Engine.load(name, record=True), Engine.load(name), Engine.load(name)
     branch = recorded.prompt(TEXT, sites="Z", lens=lens_for(recorded))
-    with pytest.raises(BadTrace, match="Add it with"):
+    with pytest.raises(BadFile, match="Add it with"):
         other.replay_trace(recorded.trace)
     knows.capture_spec("Z", lens=lens_for(knows))
     again = knows.replay_trace(recorded.trace)[branch.id]

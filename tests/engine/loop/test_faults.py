@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import EngineError, IntegrityError, KVCorruption
+from replaylens.engine.errors import EngineError, IntegrityError
 from replaylens.engine.loop.commit import Committer, Outcome
 from replaylens.engine.loop.drafters import Chains, DraftCall
 from replaylens.engine.loop.lane import Turn
@@ -139,14 +139,14 @@ def dropped_row_of_one_site(s: Session) -> str:
 
 
 IN_THE_NEXT_PASS: dict[Fault, type[EngineError]] = {
-    flipped_first_key: KVCorruption,
-    flipped_last_value: KVCorruption,
-    swapped_entries: KVCorruption,
-    foreign_entry: KVCorruption,
-    entry_with_another_past: KVCorruption,
-    forgotten_rollback: KVCorruption,
-    overwritten_prefix: KVCorruption,
-    flipped_prefix: KVCorruption,
+    flipped_first_key: IntegrityError,
+    flipped_last_value: IntegrityError,
+    swapped_entries: IntegrityError,
+    foreign_entry: IntegrityError,
+    entry_with_another_past: IntegrityError,
+    forgotten_rollback: IntegrityError,
+    overwritten_prefix: IntegrityError,
+    flipped_prefix: IntegrityError,
     dropped_row: IntegrityError,
     dropped_row_of_one_site: IntegrityError,
 }
@@ -238,7 +238,7 @@ def test_nothing_of_a_broken_branch_is_served_and_its_neighbours_go_on(session: 
     engine, before = session.engine, session.branch.tokens
     healthy = engine.prompt(PROMPT[5:14])
     fault(session)
-    with pytest.raises((KVCorruption, IntegrityError)):
+    with pytest.raises(IntegrityError):
         engine.generate([session.branch, healthy], 5)
     assert session.branch.tokens == before
     assert healthy.generated == reference_of(FAMILY).continuation(PROMPT[5:14], 5)
@@ -273,7 +273,7 @@ def test_rejected_drafts_that_stay_in_the_cache_are_found(monkeypatch: pytest.Mo
     with pytest.raises(IntegrityError, match=rf"Branch {branch.id}: {length + 3} computed positions"):
         session.recount()
     monkeypatch.undo()
-    with pytest.raises(KVCorruption, match=rf"does not hold position {length}, token \d+"):
+    with pytest.raises(IntegrityError, match=rf"does not hold position {length}, token \d+"):
         branch.force([1, 2, 3])
 
 
@@ -299,7 +299,7 @@ class Vandal:
 def test_a_drafter_that_writes_before_the_last_token_is_found(session: Session, distance: int) -> None:
     position = session.branch.length - 1 - distance
     session.engine.loop.drafters["vandal"] = Vandal(session.engine, distance)
-    with pytest.raises(KVCorruption) as found:
+    with pytest.raises(IntegrityError) as found:
         session.branch.generate(3, drafter="vandal", window=3)
     assert f"slot {session.slot(position)} (page {session.pages[position // PAGE]}), position {position}," in str(found.value)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replaylens.engine.errors import BadRange, BadRollback, BadTransition, ClosedBranch, IntegrityError, UnknownBranch
+from replaylens.engine.errors import BadRange, BadRequest, ClosedBranch, IntegrityError, InternalError
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.memory.path import PathStates, TokenPath
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, BranchRecord, BranchStatus, BranchTree, TokenState
@@ -103,7 +103,7 @@ class TreeMachine(RuleBasedStateMachine):
         if not allowed:
             return self.refused(ClosedBranch, self.tree.append, branch_id, tokens, LETTERS[letter])
         if tokens and (letter == "R" or not legal(record.text + letter * len(tokens))):
-            return self.refused(BadTransition, self.tree.append, branch_id, tokens, LETTERS[letter])
+            return self.refused(InternalError, self.tree.append, branch_id, tokens, LETTERS[letter])
         self.tree.append(branch_id, tokens, LETTERS[letter], forced)
         record.pairs += [(token, letter) for token in tokens]
         record.given |= set(range(len(record.pairs) - len(tokens), len(record.pairs))) if forced else set()
@@ -128,7 +128,7 @@ class TreeMachine(RuleBasedStateMachine):
         if not allowed:
             return self.refused(ClosedBranch, self.tree.mark, branch_id, start, end, LETTERS[letter])
         if start < end and (letter != "A" or set(record.text[start:end]) - set("D~") or not legal(new)):
-            return self.refused(BadTransition, self.tree.mark, branch_id, start, end, LETTERS[letter])
+            return self.refused(InternalError, self.tree.mark, branch_id, start, end, LETTERS[letter])
         self.tree.mark(branch_id, start, end, LETTERS[letter])
         record.pairs = [(token, letter) for (token, _), letter in zip(record.pairs, new, strict=True)]
 
@@ -155,7 +155,7 @@ class TreeMachine(RuleBasedStateMachine):
         if not allowed:
             return self.refused(ClosedBranch, self.tree.rollback, branch_id, length, keep)
         if not record.text.count("P") <= length <= len(record.pairs):
-            return self.refused(BadRollback, self.tree.rollback, branch_id, length, keep)
+            return self.refused(BadRequest, self.tree.rollback, branch_id, length, keep)
         reopen = reopen and record.text[:length].endswith("A")
         kept_id = self.tree.rollback(branch_id, length, keep, reopen)
         cut = record.pairs[length:]
@@ -233,7 +233,7 @@ class TreeMachine(RuleBasedStateMachine):
             assert doubt == record.doubt
         assert tree.roots() == [branch_id for branch_id, record in model.items() if record.parent is None]
         for branch_id in [*self.gone[-2:], self.num_made]:
-            self.refused(UnknownBranch, tree.path, branch_id)
+            self.refused(BadRequest, tree.path, branch_id)
         assert sum(tree.check_integrity().branches.values()) == len(tree) == len(model)
 
 
@@ -355,7 +355,7 @@ def test_rollback_stays_between_prompt_and_tip() -> None:
     root = tree.plant([1, 2])
     tree.append(root, [3], DRAFT)
     for length in (-1, 1, 4):
-        with pytest.raises(BadRollback, match=r"Use 2 \(its prompt\) to 3 \(its tip\)"):
+        with pytest.raises(BadRequest, match=r"Use 2 \(its prompt\) to 3 \(its tip\)"):
             tree.rollback(root, length)
     child = tree.fork(root, 1)  # leaving within the prompt is a fork
     assert tree.branch(child).root_length == 1
@@ -367,13 +367,13 @@ def test_tokens_are_accepted_from_the_left() -> None:
     tree.append(root, [2], PENDING)
     tree.append(root, [3, 4], DRAFT)
     for start, left in ((2, "position 1 is still pending"), (3, "position 2 is still draft")):
-        with pytest.raises(BadTransition, match=left):
+        with pytest.raises(InternalError, match=left):
             tree.mark(root, start, 4, ACCEPTED)
-    with pytest.raises(BadTransition, match="position 0: prompt cannot become accepted"):
+    with pytest.raises(InternalError, match="position 0: prompt cannot become accepted"):
         tree.mark(root, 0, 4, ACCEPTED)
-    with pytest.raises(BadTransition, match="position 1: pending cannot become rejected"):
+    with pytest.raises(InternalError, match="position 1: pending cannot become rejected"):
         tree.mark(root, 1, 2, REJECTED)
-    with pytest.raises(BadTransition, match="1 accepted tokens cannot follow a draft token"):
+    with pytest.raises(InternalError, match="1 accepted tokens cannot follow a draft token"):
         tree.append(root, [9], ACCEPTED)
     assert letters(tree.branch(root)) == "P~DD"
 
@@ -406,7 +406,7 @@ def test_closed_and_unknown_branches() -> None:
             tree.fork(closed)
     assert tree.path(root) == held.tokens == [1] and tree.children(root) == [rejected]
     del held
-    with pytest.raises(UnknownBranch, match=r"No branch 0\. 0 branches are known, with ids below 2"):
+    with pytest.raises(BadRequest, match=r"No branch 0\. 0 branches are known, with ids below 2"):
         tree.path(root)
     assert tree.plant([1]) == 2  # ids are never reused
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadPage, IntegrityError, KVCorruption
+from replaylens.engine.errors import IntegrityError, InternalError
 from replaylens.engine.memory.pages import NULL_PAGE, PagePool, PageTable
 from replaylens.engine.passes import cpu
 from replaylens.engine.passes.batch import Batch, Segment
@@ -55,9 +55,9 @@ def test_zeroed_page_table_entries() -> None:
     saved, table.pages[1] = table.pages[1], NULL_PAGE
     with pytest.raises(IntegrityError, match="page 0"):
         subject.check_integrity()
-    with pytest.raises(BadPage, match="null page"):
+    with pytest.raises(InternalError, match="null page"):
         pool.truncate(table, 0)
-    with pytest.raises(KVCorruption):
+    with pytest.raises(IntegrityError):
         branches[0].generate(2)
     assert pool.refcount(NULL_PAGE) == 0
     table.pages[1] = saved

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadCertificate, BadTrace
+from replaylens.engine.errors import BadFile
 from replaylens.engine.proof.doctor import Certificate, Finding
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
@@ -79,7 +79,7 @@ def test_hostile_events(trace: Trace, tmp_path: Path, name: str) -> None:
     kind, path, value = HOSTILE[name]
     number = first(trace, kind)
     file = changed(trace, (number, *path), value, tmp_path / "trace.jsonl")
-    with pytest.raises(BadTrace, match=f"line {number + 2}: not an event") as caught:
+    with pytest.raises(BadFile, match=f"line {number + 2}: not an event") as caught:
         Trace.load(file)
     assert any(str(step) in str(caught.value) for step in path), "the error names the field"
 
@@ -87,7 +87,7 @@ def test_hostile_events(trace: Trace, tmp_path: Path, name: str) -> None:
 def test_numbers_that_are_none(trace: Trace, tmp_path: Path) -> None:
     for number in (float("nan"), float("inf")):
         place = first(trace, "generate"), "sampling", "temperature"
-        with pytest.raises(BadTrace, match="not JSON"):
+        with pytest.raises(BadFile, match="not JSON"):
             Trace.load(changed(trace, place, number, tmp_path / "trace.jsonl"))
 
 
@@ -103,7 +103,7 @@ def test_any_json_anywhere_in_an_event(trace: Trace, tmp_path: Path, data: st.Da
         path.append(step)
     try:
         loaded = Trace.load(changed(trace, tuple(path), value, tmp_path / "trace.jsonl"))
-    except BadTrace:
+    except BadFile:
         return
     found: Any = loaded.events
     for step in path:
@@ -131,11 +131,11 @@ def test_hostile_certificates(name: str) -> None:
     for step in path[:-1]:
         there = there[step]
     there[path[-1]] = value
-    with pytest.raises(BadCertificate, match="The certificate is invalid"):
+    with pytest.raises(BadFile, match="The certificate is invalid"):
         Certificate.from_json(json.dumps(raw))
 
 
 @pytest.mark.parametrize("text", ["", "{", "NaN", "[]", "3", "[" * 100_000, '{"certified": true}'])
 def test_what_is_no_certificate(text: str) -> None:
-    with pytest.raises(BadCertificate):
+    with pytest.raises(BadFile):
         Certificate.from_json(text)

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
+    BadFile,
     BadRequest,
-    BadTrace,
     EngineError,
     FingerprintMismatch,
     NonFinite,
@@ -233,7 +233,7 @@ def test_a_damaged_file_is_refused_with_the_line(told: tuple[Path, dict[str, str
     change, saying = DAMAGES[damage]
     broken = tmp_path / "broken.jsonl"
     broken.write_bytes(b"".join(change(lines_of(told[0]))))
-    with pytest.raises(BadTrace, match=saying) as caught:
+    with pytest.raises(BadFile, match=saying) as caught:
         Trace.load(broken)
     assert "broken.jsonl" in str(caught.value)
 
@@ -248,7 +248,7 @@ def test_no_byte_of_the_file_can_change_unnoticed(
     raw[at] ^= data.draw(st.integers(1, 255))
     broken = tmp_path_factory.getbasetemp() / "flipped.jsonl"
     broken.write_bytes(raw)
-    with pytest.raises(BadTrace):
+    with pytest.raises(BadFile):
         Trace.load(broken)
 
 
@@ -313,7 +313,7 @@ def test_a_tampered_trace_is_found_out(told: tuple[Path, dict[str, str]], tamper
     trace = Trace.load(told[0])
     TAMPERINGS[tampering](trace)
     subject = engine()
-    with pytest.raises((ReplayMismatch, BadTrace), match="verifications recorded" if "verification" in tampering else None):
+    with pytest.raises((ReplayMismatch, BadFile), match="verifications recorded" if "verification" in tampering else None):
         subject.replay_trace(trace)
     subject.check_integrity()
     assert subject.loop.jobs == []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, UnknownSite
+from replaylens.engine.errors import BadEdit, BadFile, BadRequest, UnknownSite
 from replaylens.engine.records import EditRecord, PlacedEditRecord
 from replaylens.engine.request.capture import Chunk, PositionSlice, Recording, before, picked
 from replaylens.engine.request.edits import Edit
@@ -205,7 +205,7 @@ def test_hook_functions_work_and_are_not_certified() -> None:
     assert not hooked.certified and edited.certified and root.certified
     assert torch.equal(hooked.activations["blocks.2.hook_out"], edited.activations["blocks.2.hook_out"])
     assert not set(hooked.lane.table.pages) & set(root.lane.table.pages)
-    with pytest.raises(BadTrace, match="hook functions"):
+    with pytest.raises(BadFile, match="hook functions"):
         engine().replay_trace(served.trace)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, NothingEdited
+from replaylens.engine.errors import BadEdit, Caveat
 from replaylens.engine.model.config import MixtureConfig, Routing
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
@@ -161,7 +161,7 @@ def test_tokens_that_match_nothing_are_warned_of() -> None:
         lambda: served.logits_under(SHORT, [[there], [absent]]),
         lambda: served.prompts([SHORT[3:5], SHORT[6:8]], edits=[absent]),
     ):
-        with pytest.warns(NothingEdited, match="Mind the leading space") as caught:
+        with pytest.warns(Caveat, match="Mind the leading space") as caught:
             work()
         assert len(caught) == 1
     with warnings.catch_warnings():

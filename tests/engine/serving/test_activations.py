@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadEdit, BadRequest, BadTrace, ClosedBranch, OutOfPages
+from replaylens.engine.errors import BadEdit, BadFile, BadRequest, ClosedBranch, OutOfPages
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.tree import BranchStatus, TokenState
 from replaylens.engine.request.capture import Chunk, Recording
@@ -534,7 +534,7 @@ def test_a_replay_that_fails_takes_its_branches_along() -> None:
     recorded.prompt([3, 4]).fork()
     recorded.trace.events.append({"event": "rollback", "branch": 77, "to": 1})
     branch = subject.prompt([5, 6])
-    with pytest.raises(BadTrace, match="names branch 77"):
+    with pytest.raises(BadFile, match="names branch 77"):
         subject.replay_trace(recorded.trace)
     assert list(subject.loop.lanes) == [branch.id] and subject.tree.roots() == [branch.id]
     subject.check_integrity()

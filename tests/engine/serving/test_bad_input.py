@@ -25,7 +25,6 @@ from replaylens.engine.errors import (
     BadEdit,
     BadRange,
     BadRequest,
-    BadRollback,
     ClosedBranch,
     EngineError,
     NonFinite,
@@ -225,15 +224,13 @@ REFUSED: dict[type[Exception], list[tuple[Call, str]]] = {
         (lambda d: d.engine.force_all([d.a, d.b], [[1], [VOCAB]]), "vocabulary"),
         (lambda d: d.a.resample(2, at="words"), r"at='words'\. Give 'sentences', 'tokens'"),
         (lambda d: rl.patch([1], d.engine, [2], metric=3), r"Invalid engine=\[1\] in patch\(\)\. Give an Engine"),
+        (lambda d: d.branch.rollback(2), "Use 3 .* to 9"),
+        (lambda d: d.branch.rollback(10), "cannot roll back to 10"),
+        (lambda d: d.branch.rollback(-1), "cannot roll back to -1"),
     ],
     BadRange: [
         (lambda d: d.branch.fork(at=10), "9 tokens. Cannot fork it at 10"),
         (lambda d: d.branch.fork(at=-1), "Cannot fork it at -1"),
-    ],
-    BadRollback: [
-        (lambda d: d.branch.rollback(2), "Use 3 .* to 9"),
-        (lambda d: d.branch.rollback(10), "cannot roll back to 10"),
-        (lambda d: d.branch.rollback(-1), "cannot roll back to -1"),
     ],
     ClosedBranch: [
         (lambda d: d.engine.generate([d.a, d.released], 3), "released"),

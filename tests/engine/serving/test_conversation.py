@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from replaylens import Conversation, Edit, Engine, Sampling
-from replaylens.engine.errors import BadRequest, NoChatTemplate, RewrittenTurn
+from replaylens.engine.errors import BadRequest, BadTexts
 from tests.toy_model import random_model
 
 PLAIN = (
@@ -160,7 +160,7 @@ def test_a_template_that_changes_the_past_is_named(engine: Engine) -> None:
         if template is PLAIN:
             assert talk.append("4", role="tool").turns[-1].role == "tool"
             continue
-        with pytest.raises(RewrittenTurn, match=r"of .* \(sha256 [0-9a-f]{12}\) .* once turn 3, tool, follows: .*so.*said"):
+        with pytest.raises(BadTexts, match=r"of .* \(sha256 [0-9a-f]{12}\) .* once turn 3, tool, follows: .*so.*said"):
             talk.append("4", role="tool")
         assert before == (talk.tokens, talk.turns, talk._text)
 
@@ -174,7 +174,7 @@ def test_a_generated_turn_that_the_template_trims_is_named(engine: Engine) -> No
         ended = talk.fork(edits=[towards(engine, space)])
         assert ended.generate(2).content == "  "
         if template is TRIMS:
-            with pytest.raises(RewrittenTurn, match="trimming"):
+            with pytest.raises(BadTexts, match="trimming"):
                 ended.append("more")
         else:
             assert "<s>assistant:  <e>\n<s>user:more" in ended.append("more").branch.text
@@ -274,7 +274,7 @@ def test_misuse_is_named(engine: Engine) -> None:
     talk.generate(2, sampling=HOT)
     with pytest.raises(BadRequest, match="Turn 2 was generated"):
         talk.replay(2, "x")
-    with pytest.raises(NoChatTemplate):
+    with pytest.raises(BadTexts):
         Conversation(Engine.load("coin-plain"), FIRST)
     with Conversation(engine, FIRST) as closing:
         pass

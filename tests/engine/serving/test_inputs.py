@@ -22,7 +22,7 @@ from replaylens.engine.errors import (
     UnsupportedModel,
 )
 from replaylens.engine.request.values import integer, real
-from replaylens.tasks.errors import BadIndex, TaskError
+from replaylens.tasks.errors import TaskError
 from tests.devices import covering
 from tests.engine.coin_engine import PROMPT, fresh
 from tests.engine.coin_engine import PROMPT as TEXT
@@ -251,7 +251,7 @@ def test_an_unknown_word_is_an_error_of_the_engine() -> None:
 
 def test_a_negative_number_of_examples() -> None:
     for given in (-1, True):
-        with pytest.raises(BadIndex):
+        with pytest.raises(TaskError):
             rl.tasks.get("coin")().examples(given)
 
 

@@ -18,7 +18,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, EngineError, FingerprintMismatch, UnknownSite
 from replaylens.probes import causal
 from replaylens.probes.causal import Effect, InterventionRunner, Subject, Variant, _probe, ablate, interchange, steer
-from replaylens.probes.errors import BadPosition, BadProbeFile, BadRows, MissingLabel, NotLinear, ProbeError
+from replaylens.probes.errors import BadFile, BadPosition, BadRows, MissingLabel, ProbeError
 from replaylens.probes.probe import LinearProbe, TokenScores, fit_probe, placebo_probes
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.report import Report
@@ -210,21 +210,21 @@ def test_saved_probe(probe: LinearProbe, coin_dump: Dump, tmp_path: Path) -> Non
     odd: list[dict[str, object]] = [{"cell": ["S", "3"]}, {"classes": "ab"}, {"classes": [1, 2]}, {"label": 5}, {"source": []}]
     for change in ({"schema": 99}, {"classes": ["a", "b", "c"]}, {"cell": 3}, *odd):
         path.with_suffix(".json").write_text(json.dumps(about | change))
-        with pytest.raises(BadProbeFile):
+        with pytest.raises(BadFile):
             LinearProbe.load(path)
     for content in ("[" * 100_000, "[]", ""):
         path.with_suffix(".json").write_text(content)
-        with pytest.raises(BadProbeFile):
+        with pytest.raises(BadFile):
             LinearProbe.load(path)
     path.with_suffix(".safetensors").write_bytes(b"nonsense")
-    with pytest.raises(BadProbeFile):
+    with pytest.raises(BadFile):
         LinearProbe.load(path)
-    with pytest.raises(BadProbeFile):
+    with pytest.raises(BadFile):
         LinearProbe.load(tmp_path / "nothing")
 
 
 def test_what_cannot_be_tested(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
-    with pytest.raises(NotLinear, match="mlp has no direction"):
+    with pytest.raises(ProbeError, match="mlp has no direction"):
         fit_probe(coin_dump, "face", layer=2, estimator="mlp")
     with pytest.raises(FingerprintMismatch):
         steer(toy_engine(), probe, fresh)
@@ -445,9 +445,9 @@ def test_a_saved_probe_has_finite_numbers_only(name: str, tmp_path: Path) -> Non
     for value in (np.nan, np.inf):
         broken = getattr(probe, name).copy()
         broken.flat[-1] = value
-        with pytest.raises(BadProbeFile, match=f"{name} has shape"):
+        with pytest.raises(BadFile, match=f"{name} has shape"):
             LinearProbe.load(replace(probe, **{name: broken}).save(tmp_path / "bad"))
-    with pytest.raises(BadProbeFile, match=f"{name} has shape"):
+    with pytest.raises(BadFile, match=f"{name} has shape"):
         LinearProbe.load(replace(probe, **{name: getattr(probe, name)[:2]}).save(tmp_path / "bad"))
 
 

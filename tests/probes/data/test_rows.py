@@ -31,7 +31,6 @@ from replaylens.probes.errors import (
     MissingLabel,
     OneClass,
     ProbeError,
-    RootOnBothSides,
     SharedRows,
     TooFewGroups,
 )
@@ -44,7 +43,7 @@ from replaylens.probes.report import shown
 from replaylens.probes.rows import MAX_CLASSES, ProbeRows, make_target, with_features
 from replaylens.probes.splits import Split
 from replaylens.probes.sweeps import sweep
-from replaylens.tasks.errors import NotForTexts
+from replaylens.tasks.errors import TaskError
 from replaylens.views.report import ReportPage
 from replaylens.weights import loading
 from tests.features.tiny import COUNT, write
@@ -246,7 +245,7 @@ def test_near_duplicates_are_linked_by_chains(tolerance: float) -> None:
 def test_a_split_across_branches_is_refused(rows: ProbeRows) -> None:
     """A split of accepted against rejected rows that ignores roots leaks, and is refused."""
     accepted = rows.frame["accepted"].to_numpy()
-    with pytest.raises(RootOnBothSides, match="Branches of a prompt share its tokens"):
+    with pytest.raises(SharedRows, match="Branches of a prompt share its tokens"):
         splits.by_mask(rows, "naive", accepted, ~accepted)
 
 
@@ -443,7 +442,7 @@ def by_rows(rows: ProbeRows) -> Split:
 
 def test_a_split_over_rows_is_refused() -> None:
     """The rows' own roots count, not those that a split claims."""
-    with pytest.raises(RootOnBothSides, match="Split 'rows', fold 0"):
+    with pytest.raises(SharedRows, match="Split 'rows', fold 0"):
         sweep(rows_of(roots=20), "face", sites="S", positions="all", split=by_rows, permutations=0)
     with pytest.raises(ProbeError, match=r"has masks \(1, 5\), but there are 40 rows"):
         sweep(
@@ -675,7 +674,7 @@ def test_a_probe_reads_the_answer_at_the_last_token(run: Run, dump: Dump) -> Non
     assert report.source["knobs"]["texts"].startswith("60 texts, SHA-256") and run[0].example.prompt not in report.text()
     again = probes.sweep(run, "answer", permutations=0, **HOW)
     assert [line["accuracy"] for line in again.lines] == [line["accuracy"] for line in report.lines]
-    with pytest.raises(NotForTexts, match="labels answer, flips, start, and none of them is the state"):
+    with pytest.raises(TaskError, match="labels answer, flips, start, and none of them is the state"):
         probes.sweep(run, **HOW)
 
 
@@ -714,7 +713,7 @@ def test_positions_that_texts_do_not_have(run: Run) -> None:
         rows.at("custom:colon")
     with pytest.raises(BadRows, match="Give one boolean per row"):
         rows.at(lambda frame: np.arange(len(frame)))
-    with pytest.raises(NotForTexts, match="They have no claims"):
+    with pytest.raises(TaskError, match="They have no claims"):
         viable_branch(run)
 
 

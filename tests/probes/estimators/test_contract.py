@@ -20,7 +20,7 @@ from replaylens.extend import check
 from replaylens.probes import quasi_newton, registry, solvers
 from replaylens.probes.controls import Goal, make_goal
 from replaylens.probes.erasers import CHUNK, Discriminant, Inlp, Leace, StreamingStatistics, moments_of
-from replaylens.probes.errors import BadRows, OneClass, ProbeError, UnknownEstimator
+from replaylens.probes.errors import BadRows, OneClass, ProbeError
 from replaylens.probes.estimators import AttentiveProbe, CcsProbe, MassMeanProbe, SparseProbe
 from replaylens.probes.heldout import held_out
 from replaylens.probes.intervals import ratio_over_groups
@@ -189,7 +189,7 @@ def test_calibration_keeps_roots_together() -> None:
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(UnknownEstimator, match="mass-mean"):
+    with pytest.raises(ProbeError, match="mass-mean"):
         get("magic")
 
 

@@ -20,7 +20,7 @@ from replaylens.engine.engine import Engine
 from replaylens.probes import registry, splits
 from replaylens.probes.controls import CONTROL, LABEL, Goal, control_labels, make_goal
 from replaylens.probes.erasers import Leace, Moments, MomentStream, moments_of
-from replaylens.probes.errors import OneClass, ProbeError, RootOnBothSides, TooFewGroups
+from replaylens.probes.errors import OneClass, ProbeError, SharedRows, TooFewGroups
 from replaylens.probes.estimators import MassMeanProbe
 from replaylens.probes.heldout import HeldOutPredictions, Said, exchanged, held_out, online_codes, permutation_test
 from replaylens.probes.probe import fit_probe, fit_streaming
@@ -382,7 +382,7 @@ def test_a_root_on_both_sides_is_found_in_every_fold(fold: int) -> None:
     leaked = int(np.flatnonzero(test[fold])[-1])
     train[fold, leaked] = True
     test[fold, leaked] = False
-    with pytest.raises(RootOnBothSides, match=f"fold {fold}: root {roots[leaked]} and 0 more"):
+    with pytest.raises(SharedRows, match=f"fold {fold}: root {roots[leaked]} and 0 more"):
         Split("leaky", train, test, np.array(roots))
 
 

@@ -20,7 +20,7 @@ from bench.calibrate_forks import BIASES, SETTINGS, Setting, counts_of, rate_of,
 from replaylens import tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.probes.errors import BadRows, ProbeError, SharedRows, UnknownEstimator
+from replaylens.probes.errors import BadRows, ProbeError, SharedRows
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.distributions import (
     RolloutTexts,
@@ -629,7 +629,7 @@ def test_an_outcome_probe_refuses_leaks_and_empty_forks() -> None:
     x, tokens = np.zeros((4, 2)), [np.array([1, 2])] * 4
     with pytest.raises(SharedRows, match="Forks 0 and 1 have the same path"):
         outcome_probe({"S": x}, np.ones((4, 2), dtype=np.int64), np.arange(4), tokens=tokens)
-    with pytest.raises(UnknownEstimator, match="'ridge' gives no probabilities"):
+    with pytest.raises(ProbeError, match="'ridge' gives no probabilities"):
         outcome_probe({"S": x}, np.ones((4, 2), dtype=np.int64), np.arange(4), tokens=tokens, estimator="ridge")
     with pytest.raises(BadRows, match="4 of 4 forks have no rollouts"):
         outcome_probe({"S": x}, np.zeros((4, 2), dtype=np.int64), np.arange(4), tokens=tokens)

@@ -15,7 +15,7 @@ from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch
 from replaylens.probes import causal, groups, sweeps
-from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, SeveralTasks, SharedRows
+from replaylens.probes.errors import BadRows, MissingLabel, ProbeError, SharedRows
 from replaylens.probes.forks import outcome_probe
 from replaylens.probes.forks.outcome_probe import GAIN, LOSS
 from replaylens.probes.forks.tokens import DraftAgreement
@@ -347,7 +347,7 @@ def test_labels_that_only_one_task_has() -> None:
     coin, coins = of_task("coin", direction(), 1, parity=1), of_task("coins", direction(), 2)
     joined = ProbeRows.join(coin=coin, coins=coins)
     assert "parity" not in joined.frame and "face" in joined.frame
-    with pytest.raises(SeveralTasks, match=r"several tasks \(coin\+coins\)"):
+    with pytest.raises(ProbeError, match=r"several tasks \(coin\+coins\)"):
         joined.about.make_task()
     with pytest.raises(MissingLabel, match="parity"):
         joined.target("parity")

@@ -18,7 +18,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import UnknownSite
 from replaylens.probes import area, balanced_accuracy, checks, complexity_curve, fit_probe, steer, sweep, transfer_across
 from replaylens.probes.arrays import OWN
-from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, NoTask, ProbeError, UnknownEstimator
+from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError
 from replaylens.probes.intervals import ratio_over_groups
 from replaylens.probes.questions.erasure import amnesic
 from replaylens.probes.questions.forced import viable_branch
@@ -75,8 +75,8 @@ CASES: dict[str, Case] = {
     "jobs=0": (swept(jobs=0), ProbeError, "jobs=0"),
     "jobs='a'": (swept(jobs="a"), ProbeError, "jobs='a'"),
     "backend": (swept(backend="foo"), ProbeError, "Unknown backend 'foo'"),
-    "estimator object": (swept(estimators=[LogisticRegression()]), UnknownEstimator, "is a LogisticRegression"),
-    "one estimator object": (swept(estimators=LogisticRegression()), UnknownEstimator, "LogisticRegression"),
+    "estimator object": (swept(estimators=[LogisticRegression()]), ProbeError, "is a LogisticRegression"),
+    "one estimator object": (swept(estimators=LogisticRegression()), ProbeError, "LogisticRegression"),
     "estimators twice": (swept(estimators=["ridge", "ridge"]), ProbeError, "'ridge' 2 times"),
     "positions twice": (swept(positions=["step", "step"]), ProbeError, "positions has 'step' 2 times"),
     "layers of a name": (swept(sites=["blocks.1.hook_in"], layers=[0]), UnknownSite, "layers=[0] are of letters"),
@@ -95,7 +95,7 @@ CASES: dict[str, Case] = {
     "save on a file": (lambda: swept()().save(__file__), ProbeError, "it is a file"),
     "fit_probe with an object": (
         lambda: fit_probe(ROWS, "face", layer=1, position="step", estimator=LogisticRegression()),  # type: ignore[arg-type]
-        UnknownEstimator,
+        ProbeError,
         "is a LogisticRegression",
     ),
     # ---- splits and masks
@@ -110,7 +110,7 @@ CASES: dict[str, Case] = {
     "folds of a split": (lambda: by_root(ROWS, folds="a"), ProbeError, "folds='a'"),  # type: ignore[arg-type]
     # ---- questions
     "transfer without rejected rows": (lambda: transfer(ROWS, "face"), BadRows, "0 rejected"),
-    "transfer of arrays": (lambda: transfer(of_arrays(), "label"), NoTask, "arrays"),
+    "transfer of arrays": (lambda: transfer(of_arrays(), "label"), ProbeError, "arrays"),
     "curve of numbers": (
         lambda: complexity_curve(of_arrays(), "size", site="X", position="all"),
         BadRows,
@@ -206,7 +206,7 @@ def test_amnesic_takes_the_name_of_one_eraser(engine: Engine, coin_dump: Dump) -
 
 
 def test_amnesic_needs_rows_of_the_engine(engine: Engine) -> None:
-    with pytest.raises(NoTask, match="Give a dump or a run of the engine"):
+    with pytest.raises(ProbeError, match="Give a dump or a run of the engine"):
         amnesic(engine, of_arrays(), tasks.get("coin")().examples(2), "label", layers=[0])
 
 

@@ -13,7 +13,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
-from replaylens.tasks.errors import TaskNameTaken, UnknownTask
+from replaylens.tasks.errors import BadTask, UnknownTask
 from replaylens.training import trainer
 from replaylens.training.recipe import Part, Recipe, words_of
 from tests.tasks.square import own_registry, square_module
@@ -131,6 +131,6 @@ def test_a_task_with_the_name_of_another_is_not_cited(own: Own, tmp_path: Path) 
     impostor = type("Impostor", (own.kind,), {"name": "coin"})
     run = own.engine.replay(impostor().examples(4), sites="S")
     for cite in (lambda: run.save(tmp_path / "dump"), lambda: ProbeRows.of(run)):
-        with pytest.raises(TaskNameTaken, match=r"Task name 'coin' is taken: class .*Impostor has it, and so has class replay"):
+        with pytest.raises(BadTask, match=r"Task name 'coin' is taken: class .*Impostor has it, and so has class replay"):
             cite()
     assert not (tmp_path / "dump").exists()

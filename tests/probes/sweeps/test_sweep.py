@@ -30,7 +30,7 @@ from replaylens.engine.errors import BadRequest, EngineError, FingerprintMismatc
 from replaylens.extras.cluster import connected
 from replaylens.probes import controls, groups, intervals, sweeps, tabulate
 from replaylens.probes.controls import make_goal
-from replaylens.probes.errors import BadProbeFile, BadRows, MissingLabel, ProbeError, SweepMismatch, UnknownEstimator
+from replaylens.probes.errors import BadFile, BadRows, MissingLabel, PlanMismatch, ProbeError
 from replaylens.probes.heldout import held_out, residualised
 from replaylens.probes.probe import cross_validate
 from replaylens.probes.questions.forced import outcome_at_fork
@@ -100,7 +100,7 @@ def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch:
     calls[0] = 0
     assert body(sweep(coin_dump, "face", **settings)) == body(whole), "one part was left to compute"
     assert calls[0] == 1
-    with pytest.raises(SweepMismatch):
+    with pytest.raises(PlanMismatch):
         sweep(coin_dump, "parity", **settings)
 
 
@@ -541,7 +541,7 @@ def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"estimators": "magic"}, UnknownEstimator, "Known: logistic"),
+        ({"estimators": "magic"}, ProbeError, "Known: logistic"),
         ({"estimators": "ccs"}, ProbeError, "does not take rows"),
         ({"positions": "4"}, BadRows, "position '4': 2 independent groups"),
         ({"positions": "400"}, BadRows, "position '400': there is no row"),
@@ -575,7 +575,7 @@ def test_report_on_disk(coin_dump: Dump, report: Report, report_folder: Path) ->
     assert loaded.to_json() == report.to_json() and loaded.source["digest"] == coin_dump.digest
     assert "NaN" not in (report_folder / "report.json").read_text()
     (report_folder / "report.json").write_text("{}")
-    with pytest.raises(BadProbeFile):
+    with pytest.raises(BadFile):
         Report.load(report_folder)
     with pytest.raises(ProbeError, match="No lines for label"):
         report.heatmap("nose")
@@ -910,7 +910,7 @@ def test_list() -> None:
         (("probe", "/nowhere"), "BadDump"),
         (("probe", "DUMP", "--sites", "S", "--label", "nose"), "MissingLabel"),
         (("probe", "DUMP", "--layers", "one"), "--layers one"),
-        (("probe", "DUMP", "--estimators", "magic"), "UnknownEstimator"),
+        (("probe", "DUMP", "--estimators", "magic"), "ProbeError"),
         (("probe", "DUMP", "--sites", "S", "--layers", "-1"), "layers 0, 1, 2, 3, 4"),
         (("probe", "DUMP", "--sites", "S", "--jobs", "0"), "--jobs 0 runs nothing"),
         (("report", "DUMP", "probes/none"), "probes/none does not exist"),
