@@ -112,8 +112,8 @@ MODES = (
     Mutant(
         "interrupt-leaves-workers",
         "replaylens.kernels.threads",
-        "while len(ended) < len(helpers):",
-        "if len(ended) < len(helpers):",
+        "                failed = failed or error\n",
+        "                failed = failed or error\n                break\n",
         "a call is left only when its workers have ended",
         ("tests/engine/passes/test_thread_counts.py::test_an_interrupt_waits_for_the_workers",),
     ),
