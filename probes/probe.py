@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 from tqdm.auto import tqdm
 
+from replaylens import boundary
 from replaylens.dumps.maker import ReplayKeywords, plan_of_run
 from replaylens.dumps.reader import Dump
 from replaylens.engine import records
@@ -375,10 +375,9 @@ def _sealed(path: Path, about: dict[str, Any]) -> bytes:
     """The file of numbers that belongs to a record. BadFile if one of the two was changed."""
     record, data = files_of(path)
     if "seal" not in about and "sha256" not in about and about.keys() <= _FIELDS:
-        warnings.warn(
+        boundary.warn(
             f"{record} has no hash: an older version wrote it, and a change of it would not be noticed. Save the probe again.",
             Unsealed,
-            stacklevel=4,
         )
         return data.read_bytes()
     if about.get("seal") != _seal(about):

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -15,6 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from replaylens import boundary
 from replaylens.engine.display import DPI, is_stamped, picture, plain, short, shows, stamp_of, wrapped
 from replaylens.engine.errors import BadFile, BadRequest, Unsealed
 from replaylens.engine.files import require_own, write_together
@@ -337,10 +337,9 @@ class Report:
             if unknown := sorted(raw.keys() - {*_KINDS, "format", "schema", "summary", "digest"}):
                 raise BadFile(f"{path} was changed: it has an unknown field {short_repr(unknown[0])}. Copy it again.")
             if "digest" not in raw:
-                warnings.warn(
+                boundary.warn(
                     f"{path} has no digest: an older version wrote it, and a change of it would not be noticed. Save it again.",
                     Unsealed,
-                    stacklevel=2,
                 )
             elif raw["digest"] != found.digest:
                 raise BadFile(f"{path} was changed: it does not have its digest. Copy it again, or run the probe again.")

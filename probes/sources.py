@@ -1,7 +1,6 @@
 """Sources of rows: a dump, tensors in memory, arrays, several sources joined, a subset of one, one with features."""
 
 import hashlib
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replaylens import tasks
+from replaylens import boundary, tasks
 from replaylens.dumps.plan import StoredFeatures, to_rows
 from replaylens.dumps.reader import Dump
 from replaylens.engine.errors import Caveat, UnknownSite, no_such
@@ -440,11 +439,10 @@ class StoredFeatureSource(WiderSource):
     def columns(self, numbers: np.ndarray) -> Tensor:
         indices, values, counts = (self.source.take(tensor, None, numbers) for tensor in self.stored.tensors)
         if int((cut := counts > indices.shape[1]).sum()):
-            warnings.warn(
+            boundary.warn(
                 f"The dump keeps {indices.shape[1]} features a row, but {int(cut.sum())} of {len(cut)} rows have more (up to "
                 f"{int(counts.max())}). The rest reads as 0. Give the weights instead of a name, or dump with a larger keep.",
                 Caveat,
-                stacklevel=3,
             )
         return to_rows(self.stored, indices, values).columns(self.chosen)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import replaylens
 from replaylens import boundary
 from replaylens.engine.engine import Engine
-from replaylens.engine.errors import BadWeights
+from replaylens.engine.errors import BadWeights, Caveat
 from replaylens.engine.loop.admission import Planner
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
@@ -522,3 +522,18 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_a_caveat_names_the_line_of_the_caller() -> None:
+    """Python shows a warning once for each line: at a line of ours, the second caller would not see his."""
+    engine, text = Engine.load("coin-plain"), "A coin's state is heads. Alice flips"
+    branch = engine.prompt(text)
+    nowhere = Edit("S", "zero", positions=-1, tokens=[" tails"], layers=[1])
+    calls: dict[str, Callable[[], object]] = {
+        "forks with one seed": lambda: engine.generate(branch.fork(2), 1, sampling=Sampling(temperature=1.0)),
+        "an edit of no token": lambda: engine.prompt(text, edits=[nowhere]),
+    }
+    for name, call in calls.items():
+        with pytest.warns(Caveat) as caught:
+            call()
+        assert {each.filename for each in caught} == {__file__}, name

@@ -1,7 +1,6 @@
 """Placing edits: an `Edit` on a branch of known length becomes `PlacedEdit`s of its sites, or a BadEdit that says why not."""
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from replaylens import boundary
 from replaylens.engine.errors import BadEdit, Caveat, InternalError, UnknownSite
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import BARRED, MixtureConfig, ModelConfig
@@ -314,11 +314,10 @@ def warn_of_no_match(edits: Sequence[tuple[PlacedEdit, ...]], paths: Sequence[Se
     for same in zip(*edits, strict=True):
         if same[0].tokens and not any(edit.edited(0, path) for edit, path in zip(same, paths, strict=True)):
             texts = "the text" if len(paths) == 1 else f"{len(paths)} texts"
-            warnings.warn(
+            boundary.warn(
                 f"The edit of {same[0].site} is for tokens {[*same[0].tokens]}, and no edited position of {texts} holds one, "
                 "so it changes nothing there. Mind the leading space of words.",
                 Caveat,
-                stacklevel=3,
             )
             return  # once, not for every layer
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
+from replaylens import boundary
 from replaylens.engine.errors import BadEdit, BadRequest, Caveat, ClosedBranch, no_such
 from replaylens.engine.loop.lane import Job, Lane
 from replaylens.engine.loop.loop import Loop
@@ -223,10 +223,9 @@ def _warn_of_equal_draws(lanes: dict[int, Lane], branch: Branch, request: Reques
     first = parent.drawn.setdefault(drawn, branch.id)
     if first != branch.id and first in lanes:
         parent.drawn[drawn] = -1  # no branch: warned
-        warnings.warn(
+        boundary.warn(
             f"Branches {first} and {branch.id} are forks of branch {parent.branch} at the same position and "
             f"sample with the same seed, {request.sampling.seed}, so they get the same tokens. Give each fork a Sampling "
             "with its own seed, or use branch.resample(n), which does.",
             Caveat,
-            stacklevel=2,
         )

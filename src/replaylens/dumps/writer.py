@@ -13,7 +13,6 @@ With one writing thread, at most two shards are in memory at a time: one is writ
 
 import json
 import re
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from tqdm.auto import tqdm
 
+from replaylens import boundary
 from replaylens.dumps.content import CORE, LOCATORS, Content, RowHash, combine, concatenate, count_accepted
 from replaylens.dumps.files import text_bytes, text_limit
 from replaylens.dumps.lock import FINISH, LOCK_OR_CLAIM, PATIENCE, DumpLock, lock_name, sweep
@@ -533,11 +533,10 @@ class DumpWriter:
                     merged.write_table(table, row_group_size=len(table))
         index = IndexEntry(sum(part.shard.rows for part in parts), file.num_bytes, file.sha256)
         if not index.rows:
-            warnings.warn(
+            boundary.warn(
                 f"{self.store.url} has no rows: positions={self.plan.positions!r} chooses none of {len(self.plan.examples)} "
                 "examples. Give other positions, and mind the leading space of words.",
                 Caveat,
-                stacklevel=2,
             )
         shards = tuple(part.shard for part in parts)
         manifest = Manifest(self.plan, self.fingerprint, parts[0].sites, labels, index, shards)

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from replaylens import boundary
 from replaylens.engine.errors import BadFile, DumpWriteFailed, EngineError, PlanMismatch, UnknownSite, Unsealed
 from replaylens.engine.files import appearing
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
@@ -199,11 +199,10 @@ class WaveFolder:
         """
         found = _stored(Path(folder))
         if found.sha256 is None:
-            warnings.warn(
+            boundary.warn(
                 f"{folder}/{PLAN} has no SHA-256: an older version wrote it, and a change of it would not be noticed. Resume "
                 "the folder with the call that made it, which compares the plan and adds the hash.",
                 Unsealed,
-                stacklevel=3,
             )
         return cls(folder, ResamplePlan.from_json(found.plan), found.wave, digest_of(found.plan), found.made_by)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from replaylens import boundary
 from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest, Caveat
 from replaylens.engine.model.sites import WEIGHTS_SITE
@@ -183,11 +183,10 @@ def _of_branch(engine: Core, branch: Branch, layers: Sequence[int]) -> tuple[Rou
         )
     kept = [each for each in branch.rejected if _kept(each)]
     if branch.rejected and not kept:
-        warnings.warn(
+        boundary.warn(
             f"The {len(branch.rejected)} rejected drafts of the branch are not shown: their rows were not captured. "
             "Make the branch with prompt(..., sites=..., keep_rejected=True).",
             Caveat,
-            stacklevel=3,
         )
     return _routed(engine, branch, layers), tuple(_routed(engine, each, layers) for each in kept)
 
