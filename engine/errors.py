@@ -124,7 +124,7 @@ class BadRequest(EngineError, ValueError):
 
 
 class Caveat(UserWarning):
-    """A result says less, or something else, than it seems to: the message says what of it to read how."""
+    """A result says less, or something else, than it seems to: the message says how to read it."""
 
 
 class SlowCluster(UserWarning):
