@@ -17,7 +17,7 @@ from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
 from replaylens.engine.records import LensSpec
-from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, PassTap, RowSlice
+from replaylens.engine.request.capture import HEAD_SITES, Chunk, PassTap, joined_rows, sliced_rows
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
 # Acceptance: which drafts are accepted, and which token follows them.
@@ -256,7 +256,7 @@ class PassRows:
             parts.append(self.runner.kept(self.runner.head(self._values(spec.last, packed), head), spec.keep))
         if spec.lens is not None:
             parts.append(self._z(spec.lens, spec.keep, packed, [emitted[p - start] for p in positions]))
-        return Chunk(start, end, positions, parts[0] if len(parts) == 1 else Joined(parts))
+        return Chunk(start, end, positions, parts[0] if len(parts) == 1 else joined_rows(parts))
 
     def _z(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
         """Z of some rows; read again if they do not end as foreseen, such as at a stop string."""
@@ -264,7 +264,7 @@ class PassRows:
         first = ahead.row_of.get(packed[0], -1) if ahead is not None else -1
         if ahead is None or first < 0 or ahead.emitted[first : first + len(packed)] != emitted:
             return self._read(lens, keep, packed, emitted)
-        part = RowSlice(ahead.rows, first, first + len(packed))
+        part = sliced_rows(ahead.rows, first, first + len(packed))
         if isinstance(ahead.rows, dict):  # a copy, so that a long-lived branch does not keep the whole pass alive
             return {name: z.clone() for name, z in part.items()}
         return part

@@ -8,7 +8,7 @@ the end and commits them like accepted drafts. A request that ends within the bu
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,17 +105,8 @@ class StepRows(PlacedRows):
         self.own()  # all sites together: one by one, picking rows out of every step takes longer than copying them
         return self._rows[site]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def names(self) -> Collection[str]:
+        return self._names
 
     def own(self) -> None:
         """Mutates: copies the rows and lets go of the burst."""

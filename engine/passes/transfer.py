@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -215,17 +215,8 @@ class RowView(PlacedRows):
         block = self._block
         return (self._rows, number, None) if block is None else (block, self._first + number, None)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    def names(self) -> Collection[str]:
+        return self._sites
 
     def own(self) -> None:
         """Mutates: copies the rows and lets go of the block."""

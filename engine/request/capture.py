@@ -3,7 +3,7 @@
 import re
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from math import prod
@@ -213,8 +213,51 @@ Place = tuple[RowBlock, int, Mapping[str, str] | None]
 """a block of rows, the number of a row in it, and site -> its name there; None: they are the same"""
 
 
-class PlacedRows(Mapping[str, Tensor]):
-    """Rows by site that lie in blocks with those of other requests."""
+class NamedRows(Mapping[str, Tensor]):
+    """Rows by site, of which only the names are looked at unless somebody asks for a tensor."""
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The sites, in order."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def __contains__(self, site: object) -> bool:
+        return site in self.names()
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+class LazyRows(NamedRows):
+    """Rows that a function finds or reads, site by site, each time that somebody looks."""
+
+    def __init__(self, names: Callable[[], Collection[str]], read: Callable[[str], Tensor]) -> None:
+        self._names, self._read = names, read
+
+    def names(self) -> Collection[str]:
+        return self._names()
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self._read(site)
+
+
+def joined_rows(parts: Iterable[Mapping[str, Tensor]]) -> LazyRows:
+    """Several mappings as one."""
+    source = {site: part for part in parts for site in part}
+    return LazyRows(source.keys, lambda site: source[site][site])
+
+
+def sliced_rows(rows: Mapping[str, Tensor], first: int, end: int) -> LazyRows:
+    """Some consecutive rows of a mapping."""
+    return LazyRows(rows.keys, lambda site: rows[site][first:end])
+
+
+class PlacedRows(NamedRows):
+    """Rows that lie in blocks with those of other requests."""
 
     @abstractmethod
     def place(self, number: int) -> Place:
@@ -349,7 +392,7 @@ class Recording:
     def has_scores(self, name: str) -> bool:
         """Whether the scores of a `Scorer` were recorded with the rows."""
         held = [chunk.rows for chunk in self.chunks if chunk.rows]
-        return bool(held) and all(name in tuple(rows) for rows in held)  # the names alone: a mapping would look for the rows
+        return bool(held) and all(name in rows for rows in held)
 
     def scores(self, name: str) -> Tensor:
         """All recorded scores of a `Scorer`, by its name: [rows, lines], maybe without a copy. Precondition: there are some."""
@@ -561,35 +604,3 @@ def _cut(chunks: list[Chunk], length: int) -> list[Chunk]:
     if kept and kept[-1].end > length:
         kept[-1] = kept[-1].upto(length)
     return kept
-
-
-class Joined(Mapping[str, Tensor]):
-    """Several mappings as one, read only when somebody looks."""
-
-    def __init__(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
-        self._source = {site: part for part in parts for site in part}
-
-    def __getitem__(self, site: str) -> Tensor:
-        return self._source[site][site]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
-
-
-class RowSlice(Mapping[str, Tensor]):
-    """Some consecutive rows of a mapping, read only when somebody looks."""
-
-    def __init__(self, rows: Mapping[str, Tensor], first: int, end: int) -> None:
-        self._rows, self._first, self._end = rows, first, end
-
-    def __getitem__(self, site: str) -> Tensor:
-        return self._rows[site][self._first : self._end]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)

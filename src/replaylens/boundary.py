@@ -33,8 +33,9 @@ engine.model.mixers engine.model.modes engine.model.ops engine.model.sites.layer
 engine.lens.lens.KnownLenses engine.lens.lens.log_softmax engine.lens.lens.read_there engine.lens.lens.statistics
 engine.request.placed engine.request.scores engine.request.values engine.request.edits.listed
 engine.request.edits.BatchHook engine.request.edits.NamedHook
-engine.request.capture.CaptureSpec engine.request.capture.Chunk engine.request.capture.Joined
-engine.request.capture.PassTap engine.request.capture.PositionSlice engine.request.capture.RowSlice
+engine.request.capture.CaptureSpec engine.request.capture.Chunk engine.request.capture.LazyRows
+engine.request.capture.PassTap engine.request.capture.PositionSlice engine.request.capture.NamedRows
+engine.request.capture.joined_rows engine.request.capture.sliced_rows
 engine.request.sampling.Sampling.bare engine.request.sampling.Sampling.plain_greedy
 engine.request.capture.Recording.add engine.request.capture.Recording.end engine.request.capture.with_keys
 tasks.boxes tasks.coin tasks.coin_resets tasks.coins tasks.counts tasks.fork tasks.hops tasks.shell tasks.texts

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from replaylens import boundary
 from replaylens.engine.errors import BadFile, DumpWriteFailed, EngineError, PlanMismatch, UnknownSite, Unsealed
 from replaylens.engine.files import appearing
 from replaylens.engine.records import Citation, Fingerprint, Hash, Identifier, Positive, build, digest_of, parse, read
-from replaylens.engine.request.capture import with_keys
+from replaylens.engine.request.capture import LazyRows, with_keys
 from replaylens.engine.request.values import as_int, hides, output_path
 from replaylens.rollouts.plan import NO_ANSWER, OTHER, OutcomeCounts, Race, ResamplePlan
 
@@ -93,6 +93,18 @@ def joined(site: str, rows: Sequence[Tensor]) -> Tensor:
     has as many as its path has tokens, get as many as the longest."""
     longest = max(each.shape[-1] for each in rows)
     return torch.cat([with_keys(site, each, longest) for each in rows])
+
+
+def kept_sites(rollouts: Sequence[Rollout]) -> list[str]:
+    """The sites of which these rollouts have rows."""
+    return next((list(each.states) for each in rollouts if each.rows), [])
+
+
+def kept_rows(rollouts: Sequence[Rollout], site: str) -> Tensor:
+    """The kept rows of a site of all these rollouts. UnknownSite if there are none."""
+    if site not in (sites := kept_sites(rollouts)):
+        raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(sites) or 'nothing'}.")
+    return joined(site, [each.states[site] for each in rollouts if each.rows])
 
 
 def _together(site: str, rows: Sequence[Tensor]) -> Tensor:
@@ -269,7 +281,7 @@ class WaveFolder:
         """The rollouts with their rows in the wave's file."""
         file, ends = self._file(number, "safetensors"), accumulate((len(each.rows) for each in rollouts), initial=0)
         return [
-            replace(each, states=FileRows(file, first, end, self.plan.length(index, len(each.tokens))) if first < end else {})
+            replace(each, states=file_rows(file, first, end, self.plan.length(index, len(each.tokens))) if first < end else {})
             for index, each, (first, end) in zip(self.indices(number), rollouts, pairwise(ends), strict=True)
         ]
 
@@ -277,35 +289,35 @@ class WaveFolder:
         return self.folder / f"wave-{number:05d}.{kind}"
 
 
-class FileRows(Mapping[str, Tensor]):
-    """Some consecutive rows of a file, read when somebody looks."""
+def file_rows(file: Path, first: int, end: int, keys: int) -> LazyRows:
+    """Rows [first, end) of a file, read when somebody looks.
 
-    def __init__(self, file: Path, first: int, end: int, keys: int) -> None:
-        self._file, self._first, self._end = file, first, end
-        self._keys = keys
-        """the number of tokens on their path; the file has as many keys as the longest path of its wave"""
+    keys  the number of tokens on their path; the file has as many keys as the longest path of its wave
+    """
+    return LazyRows(partial(stored_sites, file), partial(stored_rows, file, first, end, keys))
 
-    def __getitem__(self, site: str) -> Tensor:
-        with self._opened() as file:
-            if site not in list(file.keys()):
-                raise KeyError(site)
-            rows: Tensor = file.get_slice(site)[self._first : self._end]
-            return with_keys(site, rows, self._keys)
 
-    def __iter__(self) -> Iterator[str]:
-        with self._opened() as file:
-            return iter(list(file.keys()))
+def stored_sites(file: Path) -> list[str]:
+    """The sites of a file of rows."""
+    with _opened(file) as stored:
+        return list(stored.keys())
 
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
-    def _opened(self) -> Any:
-        try:
-            return safe_open(self._file, "pt")
-        except FileNotFoundError as error:
-            raise _missing_rows(self._file) from error
-        except (OSError, SafetensorError) as error:
-            raise BadFile(f"The rows in {self._file} cannot be read: {error}.") from error
+def stored_rows(file: Path, first: int, end: int, keys: int, site: str) -> Tensor:
+    """Rows [first, end) of a site. See `file_rows`."""
+    with _opened(file) as stored:
+        if site not in list(stored.keys()):
+            raise KeyError(site)
+        return with_keys(site, stored.get_slice(site)[first:end], keys)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except FileNotFoundError as error:
+        raise _missing_rows(file) from error
+    except (OSError, SafetensorError) as error:
+        raise BadFile(f"The rows in {file} cannot be read: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -470,9 +482,10 @@ class Rollouts:
         return pd.DataFrame(lines, columns=["position", "number", "place", "token"])
 
     @property
-    def states(self) -> States:
-        """The kept rows by site: [rows, ...], in the order of `index`. Patterns have as many keys as the longest path needs."""
-        return States(self.rollouts)
+    def states(self) -> Mapping[str, Tensor]:
+        """The kept rows by site: [rows, ...], in the order of `index`. Patterns have as many keys as the longest path needs.
+        Tensors are joined, or read from their files, when they are asked for."""
+        return LazyRows(partial(kept_sites, self.rollouts), partial(kept_rows, self.rollouts))
 
     def outcomes(self) -> OutcomeCounts:
         """How often each outcome followed each position."""
@@ -581,21 +594,3 @@ class Rollouts:
             for at, text, shares in zip(counts.positions, counts.texts, counts.shares, strict=True)
         ]
         return f"<p>{escape(repr(self))}</p><table><tr>{head}</tr>{''.join(lines)}</table>"
-
-
-class States(Mapping[str, Tensor]):
-    """The kept rows of some rollouts, by site. Tensors are joined, or read from their files, when they are asked for."""
-
-    def __init__(self, rollouts: tuple[Rollout, ...]) -> None:
-        self._rollouts = rollouts
-
-    def __getitem__(self, site: str) -> Tensor:
-        if site not in set(self):
-            raise UnknownSite(f"Site {site!r:.60} was not captured. Captured: {', '.join(self) or 'nothing'}.")
-        return joined(site, [each.states[site] for each in self._rollouts if each.rows])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(next((list(each.states) for each in self._rollouts if each.rows), []))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
