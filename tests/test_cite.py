@@ -482,7 +482,10 @@ def test_no_command_is_cited_that_cannot_run(engine: Engine, folder: Path, tmp_p
     chosen = write_dump(
         engine, make_plan(engine, tasks.get("coin")(), 1, sites="S", positions=lambda path: {0}), tmp_path / "chosen"
     )
-    assert chosen is not None and "replaylens verify" not in chosen.cite().check and "selector=" in chosen.cite().check
+    assert chosen is not None
+    page = ReportPage(chosen, ()).save(tmp_path / "page.html", progress=False).read_text()
+    for said in (chosen.cite().check, page, called("inspect", chosen.url)[1]):
+        assert "replaylens verify" not in said and "selector=" in said
 
 
 def test_rollouts_that_cannot_be_drawn_again(engine: Engine, folder: Path, tmp_path: Path) -> None:

@@ -264,10 +264,10 @@ class PassRows:
         first = ahead.row_of.get(packed[0], -1) if ahead is not None else -1
         if ahead is None or first < 0 or ahead.emitted[first : first + len(packed)] != emitted:
             return self._read(lens, keep, packed, emitted)
-        part = sliced_rows(ahead.rows, first, first + len(packed))
+        end = first + len(packed)
         if isinstance(ahead.rows, dict):  # a copy, so that a long-lived branch does not keep the whole pass alive
-            return {name: z.clone() for name, z in part.items()}
-        return part
+            return {name: z[first:end].clone() for name, z in ahead.rows.items()}
+        return sliced_rows(ahead.rows, first, end)
 
     def _read(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
         residuals = {site: self._values(site, packed) for site in lens.sites}

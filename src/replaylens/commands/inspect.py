@@ -46,7 +46,8 @@ def inspect(
         typer.echo(json.dumps(facts, indent=1))
     else:
         lines = _lines(facts | {"plan": manifest.plan.to_json() | {"knobs": manifest.plan.cited_knobs}})
-        for name, value in (*lines, *edits, *_checked(wrong, verify_command(path))):
+        check = manifest.plan.check_in_python(path) or verify_command(path)
+        for name, value in (*lines, *edits, *_checked(wrong, check)):
             typer.echo(f"{name:<30} {value}")
     raise typer.Exit(1 if wrong else 0)
 

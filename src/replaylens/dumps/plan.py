@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -271,13 +271,38 @@ MAX_TEXT_BYTES = 1 << 27
 
 
 @dataclass(frozen=True)
-class DumpPlan:
-    """What to replay and which rows to keep. Equal plans under equal fingerprints give equal dumps."""
+class ExamplesRecord:
+    """The examples as a file spells them: `start` and `stop`, or `indices`."""
+
+    start: Count | UnsetType = UNSET
+    stop: Count | UnsetType = UNSET
+    indices: tuple[Count, ...] | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        ends = (self.start is not UNSET) + (self.stop is not UNSET)
+        if (ends, self.indices is UNSET) not in ((2, True), (0, False)):
+            raise BadRequest("Examples are given by `start` and `stop`, or by `indices`")
+
+    def listed(self) -> range | tuple[int, ...]:
+        if self.indices is not UNSET:
+            return compact(self.indices)
+        assert self.start is not UNSET and self.stop is not UNSET
+        return range(self.start, max(self.start, self.stop))
+
+
+Examples = TypeVar("Examples")
+AnEdit = TypeVar("AnEdit")
+
+
+@dataclass(frozen=True)
+class PlanRecord(Generic[Examples, AnEdit]):
+    """The options of a dump that its files hold. Those with a default are left out where they have it, as in dumps that are
+    older than they are. The task checks its knobs, and the drafter its settings."""
 
     task: str
     knobs: dict[str, Any]
     """the task's settings, including its seed"""
-    examples: range | tuple[int, ...]
+    examples: Examples
     """indices, ascending"""
     sites: tuple[str, ...]
     """sites to store, by their TransformerLens names"""
@@ -286,27 +311,34 @@ class DumpPlan:
     drafter: str
     drafter_settings: dict[str, Any]
     """what the drafts depend on besides the path"""
-    window: int | None
+    window: Positive | None
     """rows per verification; None: chosen by timing, only for the drafter `self`"""
     sampling: Sampling
-    max_new: int | None
+    max_new: Count | None
     rejected: bool
     """keep rejected branches"""
     positions: str
     """which rows to keep: all, generated, last, steps, a place such as text:SUBSTRING, or custom:NAME"""
     dtype: str
     """dtype of the sites; Z is always float32 and int32"""
-    examples_per_shard: int
-    edits: tuple[dict[str, Any], ...] = ()
-    """edits of every example, as written by `Edit.to_json`"""
+    examples_per_shard: Positive
+    edits: tuple[AnEdit, ...] = ()
+    """edits of every example"""
     probabilities: bool = True
     """whether the index has log-probability and entropy of every row; False: both are null, and the unembedding is not run"""
     features: tuple[StoredFeatures, ...] = ()
     """sparse features to store, besides the sites"""
     probes: tuple[ProbeRecord, ...] = ()
     """linear probes whose scores are stored, with their weights"""
-    end: int | None = None
+    end: Count | None = None
     """the token that ends a generation, where the tokenizer comes from elsewhere: versions of one may differ in it"""
+
+
+@dataclass(frozen=True)
+class DumpPlan(PlanRecord[range | tuple[int, ...], dict[str, Any]]):
+    """What to replay and which rows to keep. Equal plans under equal fingerprints give equal dumps. Edits are as written by
+    `Edit.to_json`."""
+
     selector: Selector | None = field(default=None, compare=False, repr=False)
     """the function named by custom:NAME; not stored in files"""
     encoders: Encoders = field(default_factory=dict, compare=False, repr=False)
@@ -344,6 +376,12 @@ class DumpPlan:
         """Whether a second run gives the same rejected branches. Drafts of the drafter `self` depend on timing."""
         return self.drafter != "self" or not self.rejected
 
+    def check_in_python(self, url: str) -> str | None:
+        """How to verify the dump if a function chose its positions, which no command can be given; None: a command can."""
+        if not self.positions.startswith(CUSTOM):
+            return None
+        return f"dumps.verify.verify({url!r}, engine, selector=...) in Python, with {self.positions}"
+
     def indices(self, shard: int) -> range | tuple[int, ...]:
         """The examples of one shard."""
         return self.examples[shard * self.examples_per_shard : (shard + 1) * self.examples_per_shard]
@@ -361,11 +399,7 @@ class DumpPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values; `from_json` restores it, except for a custom selector and the weights of features."""
-        usual = dict(
-            edits=(), probabilities=True, features=(), probes=(), end=None
-        )  # left out, as in dumps older than these options
-        unwritten = ("selector", "encoders")
-        raw = {name: value for name, value in vars(self).items() if name not in unwritten and value != usual.get(name, ...)}
+        raw = {each.name: value for each in fields(PlanRecord) if (value := getattr(self, each.name)) != each.default}
         if self.features:
             raw["features"] = [asdict(each) for each in self.features]
         if self.probes:
@@ -378,7 +412,7 @@ class DumpPlan:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> DumpPlan:
         """Inverse of `to_json`; BadRequest names the first field that is missing, unknown, or of another type."""
-        read = build(PlanRecord, raw, "The plan", BadRequest)
+        read = build(PlanRecord[ExamplesRecord, EditRecord], raw, "The plan", BadRequest)
         for name, kind in (("sampling", Sampling), ("lens", LensSpec)):  # their defaults are for callers, not for files
             written = [each.name for each in fields(kind) if each.name != "tuned"]  # which is younger than dumps
             if missing := [] if raw[name] is None else [each for each in written if each not in raw[name]]:
@@ -388,7 +422,8 @@ class DumpPlan:
 
     def differences(self, there: DumpPlan) -> list[str]:
         """One readable line per option that differs."""
-        mine, theirs = ({"features": [], "end": None, "probabilities": True, **plan.to_json()} for plan in (self, there))
+        usual = {each.name: plain(each.default) for each in fields(PlanRecord) if each.default is not MISSING}
+        mine, theirs = (usual | plan.to_json() for plan in (self, there))
         if mine["knobs"] != theirs["knobs"]:  # texts are too long for a line
             mine["knobs"], theirs["knobs"] = self.cited_knobs, there.cited_knobs
         told = {"edits": "other interventions", "probes": "other probes"}  # whose tensors are too long for a line
@@ -401,51 +436,6 @@ def _checked_edits(raw: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     from replaylens.engine.request.edits import Edit
 
     return tuple(Edit.from_json(edit).to_json() for edit in raw)
-
-
-@dataclass(frozen=True)
-class ExamplesRecord:
-    """The examples as a file spells them: `start` and `stop`, or `indices`."""
-
-    start: Count | UnsetType = UNSET
-    stop: Count | UnsetType = UNSET
-    indices: tuple[Count, ...] | UnsetType = UNSET
-
-    def __post_init__(self) -> None:
-        ends = (self.start is not UNSET) + (self.stop is not UNSET)
-        if (ends, self.indices is UNSET) not in ((2, True), (0, False)):
-            raise BadRequest("Examples are given by `start` and `stop`, or by `indices`")
-
-    def listed(self) -> range | tuple[int, ...]:
-        if self.indices is not UNSET:
-            return compact(self.indices)
-        assert self.start is not UNSET and self.stop is not UNSET
-        return range(self.start, max(self.start, self.stop))
-
-
-@dataclass(frozen=True)
-class PlanRecord:
-    """What `DumpPlan.to_json` writes. The task checks its knobs, and the drafter its settings."""
-
-    task: str
-    knobs: dict[str, Any]
-    examples: ExamplesRecord
-    sites: tuple[str, ...]
-    lens: LensSpec | None
-    drafter: str
-    drafter_settings: dict[str, Any]
-    window: Positive | None
-    sampling: Sampling
-    max_new: Count | None
-    rejected: bool
-    positions: str
-    dtype: str
-    examples_per_shard: Positive
-    edits: tuple[EditRecord, ...] = ()
-    probabilities: bool = True
-    features: tuple[StoredFeatures, ...] = ()
-    probes: tuple[ProbeRecord, ...] = ()
-    end: Count | None = None
 
 
 def compact(indices: int | Iterable[int]) -> range | tuple[int, ...]:

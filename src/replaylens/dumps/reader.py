@@ -32,7 +32,7 @@ from replaylens.dumps.files import (
     to_numpy,
 )
 from replaylens.dumps.manifest import MANIFEST, MAX_BYTES, PLAN, Manifest, SiteEntry, without_manifest
-from replaylens.dumps.plan import CUSTOM, named, to_rows
+from replaylens.dumps.plan import named, to_rows
 from replaylens.dumps.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
@@ -150,8 +150,7 @@ class Dump:
             what = "example {}, branch {}, position {} of the ".format(*found.row or ()) + f"{what} {Identifier(self.digest)}"
         check = f"replaylens verify {found} --in {shlex.quote(self.url)}"
         check += "".join(f" --features {each.name}=FOLDER" for each in plan.features)
-        if plan.positions.startswith(CUSTOM):
-            check = f"dumps.verify.verify({self.url!r}, engine, selector=...) in Python, with {plan.positions}"
+        check = plan.check_in_python(self.url) or check
         return Citation(str(found), what, check, fingerprint=fingerprint.digest, **fingerprint.cited)
 
     def _row_identifier(self, row: int) -> Identifier:

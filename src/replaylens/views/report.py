@@ -233,7 +233,8 @@ def _certificate(dump: Dump, wanted: ReportPage) -> Markup:
         "Every row of this dump is a function of weights, token path and edits alone, bit for bit, under the fingerprint "
         "below. The digest names all of its content."
     )
-    again = wanted.check or f"replaylens verify {shlex.quote(dump.url)} --all"
+    command = wanted.check or f"replaylens verify {shlex.quote(dump.url)} --all"
+    again = manifest.plan.check_in_python(dump.url) or command
     check = tag("p", "Check it, where this page was made: ", tag("code", again, id="rl-check"))
     return join([_verdict(wanted.verdict), tag("p", promise), fact_list(facts), check])
 
