@@ -39,6 +39,8 @@ from tests.toy_model import VOCAB, engine
 
 CHAIN = " Alice flips. Bob flips. What's the state? A: heads."
 FACE = Answer.regex("A: (heads|tails)")
+REST: Any = (("last",), (), ())
+"""what a plan keeps, replaces and edits: nothing of its own"""
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +314,9 @@ def test_counts_are_checked() -> None:
 
 def test_tables_of_rollouts_by_hand() -> None:
     """Made-up rollouts of three positions: every cell of frame, index and counts, with and without choices."""
-    plan = ResamplePlan("f", tuple(range(12)), 3, (4, 7, 12), (" a<b", " c", ""), 2, 5, Sampling(temperature=1.0), None, ("S",))
+    plan = ResamplePlan(
+        "f", tuple(range(12)), 3, (4, 7, 12), (" a<b", " c", ""), 2, 5, Sampling(temperature=1.0), None, ("S",), *REST
+    )
     outcomes, stops = ["x", None, "a", "x", None, None], ["answer", "length", "eos", "answer", "stop", "length"]
     made = [
         Rollout(
@@ -362,7 +366,8 @@ def test_tables_of_rollouts_by_hand() -> None:
 
 
 def test_a_plan_counts_tokens_and_rollouts() -> None:
-    plan = ResamplePlan("f", tuple(range(9)), 3, (4, 7), ("", ""), 3, 5, Sampling(temperature=1.0, seed=8))
+    sampling = Sampling(temperature=1.0, seed=8)
+    plan = ResamplePlan("f", tuple(range(9)), 3, (4, 7), ("", ""), 3, 5, sampling, None, (), *REST)
     assert len(plan) == 6 and [plan.rollout(i) for i in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert plan.prefix(1) == list(range(7)) and [plan.length(i, 2) for i in (2, 3)] == [6, 9]
     assert plan.sampling_of(4) == replace(plan.sampling, seed=rollout_seed(8, 7, 1))
@@ -388,7 +393,7 @@ def test_a_plan_counts_tokens_and_rollouts() -> None:
 )
 def test_places_of_a_rollout(coin: Engine, keep: tuple[str | int, ...], rows: list[tuple[str, int]]) -> None:
     """From position 6 on. The answer ends before the full stop; the end token is the last row, and in no sentence."""
-    plan = ResamplePlan("f", tuple(range(6)), 3, (6,), ("",), 1, 9, Sampling(temperature=1.0), FACE, ("S",), keep)
+    plan = ResamplePlan("f", tuple(range(6)), 3, (6,), ("",), 1, 9, Sampling(temperature=1.0), FACE, ("S",), keep, (), ())
     own = coin.text.encode(" Bob flips. A: tails. Alice", special=False)
     answer = FACE.read(coin.text.decode(own))
     assert [coin.text.token(each) for each in own] == [" Bob", " flips", ".", " A", ":", " tails", ".", " Alice"]

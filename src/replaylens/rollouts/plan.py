@@ -14,7 +14,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from math import comb
 from struct import pack, unpack
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -363,31 +363,40 @@ ForkPositions = str | int | Sequence[int] | Callable[[int, str], bool] | None
 KeptPlaces = str | int | Sequence[str | int]
 
 
+How = TypeVar("How")
+Reader = TypeVar("Reader")
+
+
 @dataclass(frozen=True)
-class ResamplePlan:
-    """Which rollouts to draw, and what to keep of them. Equal plans under equal fingerprints give equal rollouts."""
+class ResamplePlanRecord(Generic[How, Reader]):
+    """The options of rollouts, which their files hold all."""
 
     fingerprint: str
-    tokens: tuple[int, ...]
+    tokens: tuple[Count, ...]
     """the path that is resampled"""
-    num_prompt: int
-    positions: tuple[int, ...]
+    num_prompt: Count
+    positions: tuple[Positive, ...]
     """fork positions, ascending: a rollout keeps that many tokens of the path"""
     texts: tuple[str, ...]
     """the text from each position to the next, or to the end"""
-    n: int
+    n: Positive
     """rollouts at each position"""
-    max_new: int
-    sampling: Sampling
-    answer: Answer | None = None
-    sites: tuple[str, ...] = ()
+    max_new: Count
+    sampling: How
+    answer: Reader
+    sites: tuple[str, ...]
     """what is captured, as it was asked for"""
-    keep: tuple[str | int, ...] = ("last",)
+    keep: tuple[str | int, ...]
     """the places whose rows are kept"""
-    replace: tuple[tuple[int, ...], ...] = ()
+    replace: tuple[tuple[Count, ...], ...]
     """for each position the tokens that come instead of the path's; empty: none do"""
-    edits: tuple[tuple[dict[str, Any], ...], ...] = ()
+    edits: tuple[tuple[dict[str, Any], ...], ...]
     """for each position the edits of its rollouts; empty: there are none"""
+
+
+@dataclass(frozen=True)
+class ResamplePlan(ResamplePlanRecord[Sampling, Answer | None]):
+    """Which rollouts to draw, and what to keep of them. Equal plans under equal fingerprints give equal rollouts."""
 
     def __len__(self) -> int:
         """The number of rollouts."""
@@ -425,7 +434,7 @@ class ResamplePlan:
     @classmethod
     def from_json(cls, raw: Any) -> ResamplePlan:
         """Inverse of `to_json`, but for an answer that is read by a function: the file does not hold it, so there is none."""
-        read = build(ResamplePlanRecord, raw, "The plan of the rollouts", BadRequest)
+        read = build(ResamplePlanRecord[dict[str, Any], dict[str, Any] | None], raw, "The plan of the rollouts", BadRequest)
         answer = None if read.answer is None or "function" in read.answer else Answer.from_json(read.answer)
         return cls(**{**vars(read), "sampling": Sampling.from_json(read.sampling), "answer": answer})
 
@@ -438,25 +447,6 @@ class ResamplePlan:
         """The options that differ from those of a plan as JSON values, with both. Functions are compared by their names."""
         mine, theirs = self.to_json(), {**ResamplePlan.from_json(raw).to_json(), "answer": raw["answer"]}
         return [f"{name}={theirs[name]!r:.60}, not {mine[name]!r:.60}" for name in mine if mine[name] != theirs[name]]
-
-
-@dataclass(frozen=True)
-class ResamplePlanRecord:
-    """A plan as a file spells it."""
-
-    fingerprint: str
-    tokens: tuple[Count, ...]
-    num_prompt: Count
-    positions: tuple[Positive, ...]
-    texts: tuple[str, ...]
-    n: Positive
-    max_new: Count
-    sampling: dict[str, Any]
-    answer: dict[str, Any] | None
-    sites: tuple[str, ...]
-    keep: tuple[str | int, ...]
-    replace: tuple[tuple[Count, ...], ...]
-    edits: tuple[tuple[dict[str, Any], ...], ...]
 
 
 def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text: Text) -> tuple[int, ...]:
