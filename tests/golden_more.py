@@ -564,7 +564,7 @@ def _dumps() -> dict[str, Any]:
     other = (
         coin()
         .replay(tasks.get("coin")(flips=(2, 4), rendering="steps", seed=2).examples(4), sites="S")
-        .save(Path(mkdtemp()) / "other", positions="steps", dtype="bfloat16")
+        .save(Path(mkdtemp()) / "other", positions="steps", stored_dtype="bfloat16")
     )
     manifest = dump.manifest
     return {

@@ -460,7 +460,7 @@ def _dumps_with_options() -> dict[str, Any]:
     run = engine.replay(examples, sites="SCZ", drafter="ngram", window=3, sampling=rl.Sampling(temperature=1.5), seed=4)
     for name, given in {
         "plain": dict(examples_per_shard=2),
-        "half": dict(dtype="bfloat16", probabilities=False, positions="steps"),
+        "half": dict(stored_dtype="bfloat16", probabilities=False, positions="steps"),
         "made": dict(positions="generated", examples_per_shard=1),
         "last": dict(positions="last"),
         "words": dict(positions="text: flips"),
@@ -468,7 +468,7 @@ def _dumps_with_options() -> dict[str, Any]:
         "end": dict(positions="-2:"),
         "span": dict(positions="3:7"),
         "nowhere": dict(positions="middle"),
-        "of no dtype": dict(dtype="int8"),
+        "of no dtype": dict(stored_dtype="int8"),
         "of no size": dict(examples_per_shard=0),
         "again": dict(resume=True, examples_per_shard=2),
     }.items():

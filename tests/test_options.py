@@ -1197,7 +1197,7 @@ def stored(**given: Any) -> Any:
 effects(
     "rl.Run.save",
     stored,
-    dtype=(
+    stored_dtype=(
         None,
         "bfloat16",
         lambda a, b: (a.to_torch("S", 1).dtype, b.to_torch("S", 1).dtype) == (torch.float32, torch.bfloat16),

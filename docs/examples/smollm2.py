@@ -128,7 +128,9 @@ def row(share: float, n: int) -> str:
 
 def write(engine: rl.Engine, task: Any, n: int, where: Path, say: Say, **how: Any) -> Dump:
     """A dump with the answer forced to yes or no, resumed where it was cut short, and a tenth of it replayed."""
-    plan = make_plan(engine, task, n, sampling=only(engine, ANSWERS), max_new=1, dtype="bfloat16", examples_per_shard=32, **how)
+    plan = make_plan(
+        engine, task, n, sampling=only(engine, ANSWERS), max_new=1, stored_dtype="bfloat16", examples_per_shard=32, **how
+    )
     dump = write_dump(engine, plan, where, resume=True, progress=True)
     assert dump is not None
     verdict = verify(dump.url, engine, sample=0.1)

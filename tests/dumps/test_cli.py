@@ -1024,7 +1024,7 @@ def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
     said = told(f"dump --out {tmp_path}/d --quiet")
     assert said == f"no --task given: examples of coin\n{tmp_path}/d: this part is done; the dump is not finished yet\n"
     usual: dict[str, Any] = {
-        "sites": "STCZ", "drafter": "lens", "window": None, "positions": "all", "dtype": None, "rejected": True,
+        "sites": "STCZ", "drafter": "lens", "window": None, "positions": "all", "stored_dtype": None, "rejected": True,
         "probabilities": True,
         "max_new": None, "examples_per_shard": 128, "sampling": Sampling(), "features": {"encoders": 1}, "keep": None,
     }  # fmt: skip
@@ -1042,7 +1042,7 @@ def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
     )
     assert json.loads(out) == {"path": f"{tmp_path}/d", "finished": False}
     other = {
-        "sites": "S", "drafter": "model", "window": 3, "positions": "query", "dtype": "float16", "rejected": False,
+        "sites": "S", "drafter": "model", "window": 3, "positions": "query", "stored_dtype": "float16", "rejected": False,
         "probabilities": False, "max_new": 8, "examples_per_shard": 6, "sampling": Sampling(temperature=0.5, seed=4),
         "features": {"encoders": 1}, "keep": 9,
     }  # fmt: skip

@@ -244,7 +244,7 @@ def test_fingerprints_tell_contents_apart(reference: Dump) -> None:
 
 
 def test_bfloat16_becomes_float32(engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path) -> None:
-    dump = written(engine, planned(dtype="bfloat16", examples=4), tmp_path)
+    dump = written(engine, planned(stored_dtype="bfloat16", examples=4), tmp_path)
     found = dump.to_dataset([SITE]).with_format("torch", columns=[SITE])[:][SITE]
     assert found.dtype == torch.float32 and torch.equal(found, dump.to_torch(SITE).float())
 

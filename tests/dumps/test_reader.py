@@ -450,7 +450,7 @@ def test_pieces_need_whole_local_shards(reference: Dump) -> None:
 
 def test_bfloat16_and_odd_offsets(engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path) -> None:
     """Two-byte rows, one position per path: offsets of the sites after them need not be multiples of four."""
-    dump = written(engine, planned(dtype="bfloat16", positions="last", examples=9), tmp_path)
+    dump = written(engine, planned(stored_dtype="bfloat16", positions="last", examples=9), tmp_path)
     assert dump.array("S", 0).dtype == torch.bfloat16
     shards = [load_file(tmp_path / shard.name) for shard in dump.manifest.shards]
     order = torch.randperm(len(dump), generator=torch.Generator().manual_seed(0))
@@ -583,8 +583,8 @@ def test_no_rows_at_all(engine: Engine, planned: Planned, tmp_path: Path) -> Non
 def test_dtypes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, dtype: torch.dtype) -> None:
     """Sites are rounded to nearest even. bfloat16 stays bfloat16 on disk. Z and the index are not converted."""
     name = str(dtype).removeprefix("torch.")
-    dump = written(engine, planned(dtype=name), tmp_path / "a")
-    assert dump.digest == written(engine, planned(dtype=name), tmp_path / "b", batch=3).digest
+    dump = written(engine, planned(stored_dtype=name), tmp_path / "a")
+    assert dump.digest == written(engine, planned(stored_dtype=name), tmp_path / "b", batch=3).digest
     assert torch.equal(dump.to_torch("S", 1), reference.to_torch("S", 1).to(dtype))
     assert dump.to_torch("Z.kl").dtype is torch.float32 and dump.to_torch("Z.top_ids").dtype is torch.int32
     assert dump.index["entropy"].equals(reference.index["entropy"])
@@ -599,9 +599,11 @@ def test_values_too_large_for_float16(model: Decoder, tokenizer: WordTokenizer, 
     loud.embed.mul_(1e7)
     engine = Engine(loud, tokenizer)
     with pytest.raises(BadRequest, match=r"too large for float16\. Use bfloat16"):
-        write_dump(engine, make_plan(engine, coin, 2, sites="S", dtype="float16", max_new=2), tmp_path)
+        write_dump(engine, make_plan(engine, coin, 2, sites="S", stored_dtype="float16", max_new=2), tmp_path)
     with pytest.raises(BadRequest, match="dtype 'float64'"):
-        make_plan(engine, coin, 2, dtype="float64")
+        make_plan(engine, coin, 2, stored_dtype="float64")
+    with pytest.warns(DeprecationWarning, match="dtype of make_plan.* is now called stored_dtype"):
+        assert make_plan(engine, coin, 2, dtype="float16").dtype == "float16"  # type: ignore[call-arg]
 
 
 # ---- probabilities --------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def dump(
             raise BadRequest(f"--out {out} holds no dump to resume. Leave out --resume to start one, or correct the path.")
         _check_dtypes(device, dtype, stored_dtype)
         options = PlanKeywords(sites=sites, drafter=drafter, window=window, positions=positions, rejected=rejected)
-        options |= PlanKeywords(dtype=stored_dtype, probabilities=probabilities, examples_per_shard=shard_examples)
+        options |= PlanKeywords(stored_dtype=stored_dtype, probabilities=probabilities, examples_per_shard=shard_examples)
         options |= PlanKeywords(max_new=max_new, sampling=Sampling(temperature=temperature, seed=seed))
         labels = [name.strip() for each in label or () for name in each.split(",") if name.strip()]
         loaded: dict[str, Any] = dict(device=device, dtype=dtype, draft_model=draft_model) | (

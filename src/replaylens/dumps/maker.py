@@ -37,7 +37,7 @@ from replaylens.engine.machine import require_room
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, as_processes, defines, short_repr, verb
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_processes, defines, renamed, short_repr, verb
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import Watch
 from replaylens.replay.replayer import ReplayOptions, Result, bytes_of_example, replay_examples
@@ -65,7 +65,7 @@ class PlanKeywords(ReplayKeywords, total=False):
     drafter: str
     rejected: bool
     positions: str | Selector
-    dtype: str | None
+    stored_dtype: str | None
     examples_per_shard: int
     top_k: int
     targets: Sequence[str | int]
@@ -74,6 +74,7 @@ class PlanKeywords(ReplayKeywords, total=False):
 
 
 @defines(ReplayKeywords, PlanKeywords)
+@renamed(dtype="stored_dtype")
 @verb
 def make_plan(
     engine: Core,
@@ -88,7 +89,7 @@ def make_plan(
     max_new: int | None = None,
     rejected: bool = True,
     positions: str | Selector = "all",
-    dtype: str | None = None,
+    stored_dtype: str | None = None,
     examples_per_shard: int = 128,
     top_k: int = 8,
     targets: Sequence[str | int] = (),
@@ -107,7 +108,8 @@ def make_plan(
     positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), a
                place such as "text:Paris", "label:subject" or "3:7" (see `NamedPosition`), or a function from an `ExamplePath`
                to positions
-    dtype      "float32", "bfloat16" or "float16"; default: that of the model
+    stored_dtype
+               what rows are stored in: "float32", "bfloat16" or "float16"; default: what the model computes in
     top_k, targets, full, lens
                how Z is stored, as in `Engine.capture_spec`
     probabilities
@@ -126,8 +128,7 @@ def make_plan(
         raise BadRequest(f"sites={sites!r} stores nothing. Give letters of STCZ, or site names.")
     _check_widths(engine, spec.sites)
     drafter = as_instance("drafter", drafter, str, "the name of a drafter")
-    if window is not None:
-        engine.require_positions("window", as_int("window", window, 1))
+    window = None if window is None else engine.require_positions("window", as_int("window", window, 1))
     return DumpPlan(
         task=task.name,
         knobs=plain(dict(vars(task.knobs))),
@@ -136,12 +137,12 @@ def make_plan(
         lens=spec.lens,
         drafter=drafter,
         drafter_settings=drafter_settings(engine, drafter),
-        window=_window(engine, drafter, None if window is None else as_int("window", window, 1)),
+        window=_window(engine, drafter, window),
         sampling=as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling"),
         max_new=None if max_new is None else engine.require_positions("max_new", as_int("max_new", max_new, 0)),
         rejected=rejected,
         positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
-        dtype=str(engine.model.dtype).removeprefix("torch.") if dtype is None else dtype,
+        dtype=str(engine.model.dtype).removeprefix("torch.") if stored_dtype is None else stored_dtype,
         examples_per_shard=as_int("examples_per_shard", examples_per_shard, 1),
         edits=tuple(edit.to_json() for edit in edits),
         probabilities=as_bool("probabilities", probabilities),

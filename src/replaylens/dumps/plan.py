@@ -349,8 +349,6 @@ class DumpPlan(PlanRecord[range | tuple[int, ...], dict[str, Any]]):
             f"Unknown dtype {self.dtype!r:.60}. Use one of {', '.join(DTYPES)}.": (
                 isinstance(self.dtype, str) and self.dtype in DTYPES
             ),
-            f"Invalid examples_per_shard {self.examples_per_shard}. Give at least 1.": self.examples_per_shard >= 1,
-            f"Invalid probabilities {self.probabilities!r:.60}. Use True or False.": isinstance(self.probabilities, bool),
             "The plan has no examples. Give at least one.": len(self.examples) > 0,
             "Two sets of features have the same name. Give each its own.": len({each.name for each in self.features})
             == len(self.features),

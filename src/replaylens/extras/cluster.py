@@ -32,7 +32,7 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.records import Fingerprint, build
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_int, as_processes, output_path, verb
+from replaylens.engine.request.values import as_int, as_processes, output_path, renamed, verb
 from replaylens.engine.serving.branch import ResampleKeywords
 from replaylens.engine.terminal import hidden
 from replaylens.rollouts.drawing import chain_of, plan_rollouts, waves_of
@@ -94,6 +94,7 @@ class ShardWorker(Worker):
         return number
 
 
+@renamed(dtype="stored_dtype")
 @verb
 def dump_on_cluster(
     model: str,

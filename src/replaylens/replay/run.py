@@ -14,7 +14,7 @@ import numpy as np
 from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.records import Citation, Identifier
-from replaylens.engine.request.values import as_bool, as_int
+from replaylens.engine.request.values import as_bool, as_int, renamed
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import Watch
 from replaylens.replay.replayer import ReplayOptions, Result
@@ -147,12 +147,13 @@ class Run(Sequence[Result]):
         more = len(self) - len(shown)
         return folded_pictures(facts, shown, f"and {more} more: {verb} shows any of them" if more > 0 else "")
 
+    @renamed(dtype="stored_dtype")
     def save(
         self,
         path: str | Path,
         *,
         positions: str | Selector = "all",
-        dtype: str | None = None,
+        stored_dtype: str | None = None,
         examples_per_shard: int = 128,
         probabilities: bool = True,
         features: Encoders = MappingProxyType({}),
@@ -172,8 +173,8 @@ class Run(Sequence[Result]):
         from replaylens.dumps.writer import DumpWriter
 
         resume = as_bool("resume", resume)
-        how: dict[str, Any] = dict(positions=positions, dtype=dtype, probabilities=probabilities, features=features, keep=keep)
-        plan, assembled = self._planned(examples_per_shard=examples_per_shard, watch=watch, **how)
+        how: dict[str, Any] = dict(positions=positions, probabilities=probabilities, features=features, keep=keep, watch=watch)
+        plan, assembled = self._planned(stored_dtype=stored_dtype, examples_per_shard=examples_per_shard, **how)
 
         def make(number: int, done: Callable[[int], object]) -> Content:
             content = assembled(number)

@@ -835,7 +835,7 @@ def run_calls(run: Run, folder: Path) -> dict[str, CallOfOddValues]:
         "picture.index": lambda v: run.picture(v),
         "save.path": lambda v: None if isinstance(v, str | Path) and str(v) else run.save(v),  # any other is a valid folder
         "save.positions": lambda v: run.save(f"memory://odd-{id(v)}", positions=v),
-        "save.dtype": lambda v: run.save(f"memory://odd-{id(v)}", dtype=v),
+        "save.stored_dtype": lambda v: run.save(f"memory://odd-{id(v)}", stored_dtype=v),
         "save.examples_per_shard": lambda v: run.save(f"memory://odd-{id(v)}", examples_per_shard=v),
         "save.resume": lambda v: run.save(folder / str(id(v)), resume=v),
     }
