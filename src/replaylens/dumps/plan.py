@@ -290,19 +290,19 @@ class ExamplesRecord:
         return range(self.start, max(self.start, self.stop))
 
 
-Examples = TypeVar("Examples")
-AnEdit = TypeVar("AnEdit")
+ExamplesOf = TypeVar("ExamplesOf")
+EditOf = TypeVar("EditOf")
 
 
 @dataclass(frozen=True)
-class PlanRecord(Generic[Examples, AnEdit]):
+class PlanRecord(Generic[ExamplesOf, EditOf]):
     """The options of a dump that its files hold. Those with a default are left out where they have it, as in dumps that are
     older than they are. The task checks its knobs, and the drafter its settings."""
 
     task: str
     knobs: dict[str, Any]
     """the task's settings, including its seed"""
-    examples: Examples
+    examples: ExamplesOf
     """indices, ascending"""
     sites: tuple[str, ...]
     """sites to store, by their TransformerLens names"""
@@ -322,7 +322,7 @@ class PlanRecord(Generic[Examples, AnEdit]):
     dtype: str
     """dtype of the sites; Z is always float32 and int32"""
     examples_per_shard: Positive
-    edits: tuple[AnEdit, ...] = ()
+    edits: tuple[EditOf, ...] = ()
     """edits of every example"""
     probabilities: bool = True
     """whether the index has log-probability and entropy of every row; False: both are null, and the unembedding is not run"""

@@ -363,12 +363,12 @@ ForkPositions = str | int | Sequence[int] | Callable[[int, str], bool] | None
 KeptPlaces = str | int | Sequence[str | int]
 
 
-How = TypeVar("How")
-Reader = TypeVar("Reader")
+SamplingOf = TypeVar("SamplingOf")
+AnswerOf = TypeVar("AnswerOf")
 
 
 @dataclass(frozen=True)
-class ResamplePlanRecord(Generic[How, Reader]):
+class ResamplePlanRecord(Generic[SamplingOf, AnswerOf]):
     """The options of rollouts, which their files hold all."""
 
     fingerprint: str
@@ -382,8 +382,8 @@ class ResamplePlanRecord(Generic[How, Reader]):
     n: Positive
     """rollouts at each position"""
     max_new: Count
-    sampling: How
-    answer: Reader
+    sampling: SamplingOf
+    answer: AnswerOf
     sites: tuple[str, ...]
     """what is captured, as it was asked for"""
     keep: tuple[str | int, ...]
