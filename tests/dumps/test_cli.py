@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ from replaylens.commands.dump import verify as verify_command
 from replaylens.commands.inspect import inspect
 from replaylens.commands.options import engine_for
 from replaylens.commands.replay import replay
-from replaylens.dumps.maker import make_plan, write_dump
+from replaylens.dumps.maker import PlanKeywords, make_plan, write_dump
 from replaylens.dumps.plan import DumpPlan, ends_of
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.verify import VERIFIED, Comparison, Verification, diff, verify
@@ -1023,11 +1024,9 @@ def test_options_of_dump(calls: Calls, tmp_path: Path) -> None:
     calls.replace("replaylens.commands.dump.encoders", {"encoders": 1})
     said = told(f"dump --out {tmp_path}/d --quiet")
     assert said == f"no --task given: examples of coin\n{tmp_path}/d: this part is done; the dump is not finished yet\n"
-    usual: dict[str, Any] = {
-        "sites": "STCZ", "drafter": "lens", "window": None, "positions": "all", "stored_dtype": None, "rejected": True,
-        "probabilities": True,
-        "max_new": None, "examples_per_shard": 128, "sampling": Sampling(), "features": {"encoders": 1}, "keep": None,
-    }  # fmt: skip
+    own, unasked = signature(make_plan).parameters, {"edits", "top_k", "targets", "full"}
+    usual: dict[str, Any] = {name: own[name].default for name in (*PlanKeywords.__annotations__, "keep") if name not in unasked}
+    usual |= {"sampling": Sampling(), "features": {"encoders": 1}}
     assert calls.made["make_plan"] == ((engine, tasks.get("coin")(), 100), usual)
     how = {"part": (0, 1), "writers": 1, "batch": 32, "resume": False, "progress": False}
     assert calls.made["write_dump"] == ((engine, "the plan", f"{tmp_path}/d"), how) and calls.made["encoders"] == ((None,), {})
