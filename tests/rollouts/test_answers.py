@@ -253,7 +253,7 @@ def test_replaced_sentences(chain: Branch) -> None:
     "options, message",
     [
         ({"n": 0}, "n=0"),
-        ({"at": "words"}, "Invalid at='words'"),
+        ({"at": "words"}, "Unknown at 'words'"),
         ({"at": 0}, "at=0"),
         ({"at": 99}, "at=99"),
         ({"at": []}, "no position"),
@@ -397,7 +397,9 @@ def test_places_of_a_rollout(coin: Engine, keep: tuple[str | int, ...], rows: li
 
 
 @pytest.mark.parametrize(
-    ("at", "found"), [(1, (1,)), (9, (9,)), ([9, 1, 9], (1, 9)), ("tokens", (3, 4, 5, 6, 7, 8)), (None, (9,))]
+    ("at", "found"),
+    [(1, (1,)), (9, (9,)), ([9, 1, 9], (1, 9)), ("tokens", (3, 4, 5, 6, 7, 8)), (None, (9,)), ("last", (2,)), (":3", (1, 2))]
+    + [("response[::3]", (3, 6)), ("text:s", (2, 3, 4, 7)), ("last+2", (4,))],
 )
 def test_positions_up_to_the_bounds(coin: Engine, at: Any, found: tuple[int, ...]) -> None:
     tokens = coin.text.encode("A coin's state is heads. Alice flips.")

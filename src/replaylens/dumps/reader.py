@@ -32,11 +32,12 @@ from replaylens.dumps.files import (
     to_numpy,
 )
 from replaylens.dumps.manifest import MANIFEST, MAX_BYTES, PLAN, Manifest, SiteEntry, without_manifest
-from replaylens.dumps.plan import CUSTOM, named, to_rows
+from replaylens.dumps.plan import named, to_rows
 from replaylens.dumps.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
 from replaylens.engine.records import Citation, Identifier
+from replaylens.engine.request.positions import CUSTOM
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, hides, short_repr
 
 if TYPE_CHECKING:

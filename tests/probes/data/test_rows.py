@@ -705,7 +705,7 @@ def test_a_sweep_takes_places_and_functions(run: Run) -> None:
 def test_positions_that_texts_do_not_have(run: Run) -> None:
     rows = ProbeRows.of(run)
     for position in ("query", "step", "step:2+1"):
-        with pytest.raises(BadPosition, match=r"given texts or from arrays, which have no .* Use all, .* Also: text:"):
+        with pytest.raises(BadPosition, match=r"Unknown position of given texts or arrays .* Use all, .* last, text:"):
             rows.at(position)
     with pytest.raises(BadPosition, match="did you mean 'start'"):
         rows.at("label:strat")
