@@ -110,8 +110,8 @@ class Position(positions.Position):
 
 def _of_slice(spec: str, tokens: positions.PositionSlice, frame: pd.DataFrame) -> np.ndarray:
     """One boolean per row. What counts from a prompt has no rows where none of the prompt is."""
-    position, mask = frame["position"].to_numpy(), np.full(len(frame), tokens.everything)
-    if tokens.everything or not len(frame):
+    position, mask = frame["position"].to_numpy(), np.full(len(frame), tokens == positions.PositionSlice())
+    if mask.all():
         return mask
     if frame["position"].isna().all():
         raise BadPosition(

@@ -441,7 +441,7 @@ ENGINE = (
         "max(0, num_prompt + self.start)",
         "num_prompt + self.start",
         "a slice of the prompt that starts before it starts with it",
-        ("tests/engine/request/test_positions.py::test_a_slice_is_pythons_slice_of_the_part",),
+        ("tests/engine/request/test_positions.py::test_slices_and_spans",),
     ),
     Mutant(
         "ranks-of-the-first-chunk",

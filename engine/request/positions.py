@@ -47,6 +47,8 @@ ON_PATH = (*CAPTURED, "text")
 """what follows from the tokens of a path"""
 CUSTOM = "custom:"
 """begins the spec of a function"""
+Pieces = Callable[[], Iterable[str]]
+"""gives the texts of a path's tokens"""
 _INT = r"(-?\d{1,18})"
 _TOKENS = re.compile(r"(all|prompt|response|generated|tokens)(?:\[(.+)\])?|(.+)")
 _ENDS = re.compile(rf"{_INT}|{_INT}?:{_INT}?(?::(\d{{1,18}}))?")
@@ -71,7 +73,7 @@ class PositionSlice:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Inverse of `str`; None for anything else."""
+        """The slice that a text spells; None: it spells none."""
         if (found := _TOKENS.fullmatch(text)) is None:
             return None
         name, cut, bare = found.groups()
@@ -86,15 +88,6 @@ class PositionSlice:
         if ends[1]:
             stop = start + 1 or None
         return cls(part, start, stop, int(ends[4] or 1))
-
-    def __str__(self) -> str:
-        cut = f"{self.start or ''}:{'' if self.stop is None else self.stop}{f':{self.step}' if self.step > 1 else ''}"
-        return self.part if cut == ":" else cut if self.part == "all" else f"{self.part}[{cut}]"
-
-    @property
-    def everything(self) -> bool:
-        """Whether no position is left out."""
-        return self == PositionSlice()
 
     def kept(self, first: int, end: int, num_prompt: int) -> range:
         """The chosen positions of [first, end), on a path whose first `num_prompt` tokens are its prompt."""
@@ -152,11 +145,8 @@ class Position:
         tokens = PositionSlice.parse(spec)
         return None if tokens is None else cls(spec, "tokens", tokens)
 
-    def on(self, length: int, num_prompt: int, pieces: Callable[[], Iterable[str]]) -> Sequence[int]:
-        """Its positions on a path, ascending. Precondition: the kind is in `ON_PATH`.
-
-        pieces  gives the texts of the tokens
-        """
+    def on(self, length: int, num_prompt: int, pieces: Pieces) -> Sequence[int]:
+        """Its positions on a path, ascending. Precondition: the kind is in `ON_PATH`."""
         return ends_of(self.name, [*pieces()]) if self.tokens is None else self.tokens.kept(0, length, num_prompt)
 
 
@@ -176,10 +166,9 @@ def ends_of(substring: str, pieces: Sequence[str]) -> list[int]:
 
 Positions = int | slice | Sequence[int] | None
 At = str | Positions
-NUMBERS = "whole numbers, or a slice"
 
 
-def numbers(name: str, given: Any, error: type[EngineError] = BadRequest, accepted: str = NUMBERS) -> Positions:
+def numbers(name: str, given: Any, error: type[EngineError] = BadRequest) -> Positions:
     """Positions as plain Python numbers."""
     if isinstance(given, slice):
         ends = [None if end is None else as_int(name, end, error=error) for end in (given.start, given.stop, given.step)]
@@ -188,29 +177,22 @@ def numbers(name: str, given: Any, error: type[EngineError] = BadRequest, accept
         return slice(*ends)
     if given is None or (single := integer(given)) is not None:
         return None if given is None else single
-    return [as_int(name, each, error=error) for each in as_list(name, given, accepted, error)]
+    return [as_int(name, each, error=error) for each in as_list(name, given, "whole numbers, or a slice", error)]
 
 
 def chosen(
-    positions: At,
-    length: int,
-    num_prompt: int = 0,
-    pieces: Callable[[], Iterable[str]] | None = None,
-    error: type[EngineError] = BadRequest,
+    positions: At, length: int, num_prompt: int = 0, pieces: Pieces | None = None, error: type[EngineError] = BadRequest
 ) -> list[int]:
     """Positions of a path of `length` tokens, counted from 0; None: all. The error for one that it does not have.
 
-    num_prompt, pieces  of `Position.on`, where forms are taken besides numbers
+    pieces  where forms are taken, too: as in `Position.on`
     """
     if isinstance(positions, str) and pieces is not None:
-        found = list(Position.parse(positions, ON_PATH, error=error).on(length, num_prompt, pieces))
+        found = [*Position.parse(positions, ON_PATH, error=error).on(length, num_prompt, pieces)]
     else:
-        given = numbers("positions", positions, error, NUMBERS if pieces is None else f"{NUMBERS}; or {forms(ON_PATH)}")
-        if given is None or isinstance(given, slice):
-            found = list(range(length))[slice(None) if given is None else given]
-        else:
-            several = [given] if isinstance(given, int) else given
-            found = [as_int("positions", each, -length, length - 1, error) % length for each in several]
+        given = numbers("positions", slice(None) if positions is None else positions, error)
+        several = range(length)[given] if isinstance(given, slice) else [given] if isinstance(given, int) else given or ()
+        found = [as_int("positions", each, -length, length - 1, error) % length for each in several]
     if not found:
         raise error(f"positions={positions} chooses none of {length} tokens. Give at least one.")
     return found

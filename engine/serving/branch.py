@@ -449,9 +449,8 @@ class Branch(NotCopyable):
     ) -> Rollouts:
         """Draw `n` continuations at each of some positions of this path. The branch itself is not changed.
 
-        at        where: "sentences" (the start of each sentence after the prompt), "tokens" (each token after it), a position,
-                  several, or a function of position and token text. A rollout at position p keeps the first p tokens. Default:
-                  the end of the path
+        at        where, as `engine.request.positions` says: "sentences", "tokens", a number, several, or a function of position
+                  and token text. A rollout at position p keeps the first p tokens. Default: the end of the path
         sampling  default: temperature 1. Each rollout has a seed of its own, made from this seed, position and number. Paths
                   that are resampled at the same position share their noise: give each a seed where they must be independent
         max_new   maximal number of tokens; 0 with choices: they are read right at the fork

@@ -103,7 +103,7 @@ def make_plan(
 
     examples   number of examples, from index 0 on; or their indices, in any order
     edits      edits of every example, as in `Engine.replay`
-    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), a
+    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), another
                form of `engine.request.positions` such as "text:Paris", "label:subject" or "3:7", or a function from an
                `ExamplePath` to positions
     dtype      "float32", "bfloat16" or "float16"; default: that of the model

@@ -23,7 +23,7 @@ from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Count, Positive, build
-from replaylens.engine.request.positions import ON_PATH, Position, PositionSlice, forms
+from replaylens.engine.request.positions import ON_PATH, Position, forms
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, short_repr
 from replaylens.tasks.reading import Offset
@@ -358,7 +358,7 @@ class OutcomeCounts(Citable):
 
 PLACES = ("fork", "sentences", "answer", "last", "all")
 KINDS = (*ON_PATH, "sentences", "custom")
-"""kinds of fork positions, besides numbers"""
+AT = f"positions, or {forms(KINDS)}"
 KEEP = f"some of {', '.join(map(repr, PLACES))}, or numbers of generated tokens (0 is the first, -1 the last)"
 MAX_ROLLOUTS = 1 << 20
 ForkPositions = str | int | Sequence[int] | Callable[[int, str], bool] | None
@@ -463,21 +463,16 @@ class ResamplePlanRecord:
 
 def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text: Text) -> tuple[int, ...]:
     """The fork positions that `at` chooses on a path, ascending. BadRequest if it chooses none, or one outside the path."""
-    length, first = len(tokens), max(1, num_prompt)
-    if at is None or integer(at) is not None:
-        return (length if at is None else as_int("at", at, 1, length),)
-    if not (isinstance(at, str) or callable(at)):
-        found = {as_int("at", each, 1, length) for each in as_list("at", at, f"positions, or {forms(KINDS)}")}
-    else:
-        place = Position.parse(at, KINDS, "at")
-        if first >= length and (place.kind in ("sentences", "custom") or place.tokens == PositionSlice("response")):
-            raise BadRequest(
-                f"at={short_repr(at)} looks at the tokens after the prompt, and there are none. Generate or force them first, "
-                "or give positions."
-            )
+    length = len(tokens)
+    if isinstance(at, str) or callable(at):
+        place = Position.parse(at, KINDS if callable(at) else KINDS[:-1], "at")
         found = _chosen(place, tokens, num_prompt, text) - {0}
+    else:
+        several = [length if at is None else at] if at is None or integer(at) is not None else as_list("at", at, AT)
+        found = {as_int("at", each, 1, length) for each in several}
     if not found:
-        raise BadRequest(f"at={short_repr(at)} chooses no position of {length} tokens. Choose at least one.")
+        missing = "there are none after the prompt: generate or force them first" if num_prompt >= length else "choose one"
+        raise BadRequest(f"at={short_repr(at)} chooses no position of {length} tokens; {missing}.")
     return tuple(sorted(found))
 
 

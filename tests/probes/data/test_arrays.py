@@ -573,7 +573,7 @@ def test_rows_of_a_task_and_of_arrays_are_not_joined(dumped: ProbeRows) -> None:
 
 
 def test_rows_of_a_task_end_with_the_query(dumped: ProbeRows) -> None:
-    with pytest.raises(BadPosition, match="Unknown position of a task 'last'. .* query, "):
+    with pytest.raises(BadPosition, match=r"Unknown position of a task 'last'\. .* query, "):
         dumped.at("last")
 
 
