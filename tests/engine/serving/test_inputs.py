@@ -341,7 +341,7 @@ def test_nothing_is_stacked_where_nothing_is_kept(engine_of_positions: Engine, m
     assert branch.activations.positions() == [branch.root_length - 1]
 
 
-@pytest.mark.parametrize("options", [{"positions": "some"}, {"positions": 3}, {"keep": "disk"}, {"keep": None}])
+@pytest.mark.parametrize("options", [{"positions": "some"}, {"positions": 3.5}, {"keep": "disk"}, {"keep": None}])
 def test_bad_choices_are_refused(engine_of_positions: Engine, options: dict[str, object]) -> None:
     with pytest.raises(BadRequest):
         engine_of_positions.prompt(TEXT_OF_POSITIONS, sites="S", **options)
