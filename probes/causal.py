@@ -197,7 +197,10 @@ class InterventionRunner:
         if name not in labels:
             raise MissingLabel(f"Unknown label {self.label!r}. The task has {', '.join(labels)}.")
         frame = pd.DataFrame({key: pd.Series(values, dtype=object) for key, values in labels.items()})
-        frame = frame.assign(example=0, branch=0, fork_position=0, position=range(len(tokens)), token_state="prompt")
+        texts = [text[start:end] for start, end in offsets]
+        frame = frame.assign(
+            example=0, branch=0, fork_position=0, position=range(len(tokens)), token_state="prompt", text=texts
+        )
         asked = self.position.mask(add_places(frame, example.maker.step_label))
         chosen: list[int] = np.flatnonzero(asked & frame[name].notna().to_numpy()).tolist()
         return chosen, [str(labels[name][p]) for p in chosen]

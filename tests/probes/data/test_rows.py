@@ -122,8 +122,9 @@ def test_query_of_padded_prompts() -> None:
     for spec, words in (("query", {":"}), ("query-1", {" A"}), ("query+1", {" heads", " tails"})):
         here = rows.at(spec)
         assert set(here.frame["text"]) == words and len(here) == 8 and here.target("state").present.all()
-    stage = InterventionRunner(thinker, task.examples(8), "blocks.2.hook_in", "state", "query")
-    assert [subject.positions for subject in stage.subjects] == [[p] for p in rows.at("query").frame["position"]]
+    for spec in ("query", "text: A:"):
+        stage = InterventionRunner(thinker, task.examples(8), "blocks.2.hook_in", "state", spec)
+        assert [subject.positions for subject in stage.subjects] == [[p] for p in rows.at(spec).frame["position"]]
 
 
 def test_steps_of_rejected_branches(steps_dump: Dump) -> None:
