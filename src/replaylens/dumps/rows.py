@@ -107,8 +107,8 @@ def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
         case "last":
             return [position for position in own if position == length - 1 + place.shift]
         case "steps":
-            ends = {step.end for step in path.reading.steps}
-            return [position for position in own if _ends_step(path.offsets[position], ends)]
+            ends, at = {step.end for step in path.reading.steps}, path.offsets  # the token of a step's last character
+            return [position for position in own if any(at[position][0] < end <= at[position][1] for end in ends)]
         case "label":
             values = path.labels_at(own, [place.name])[place.name]
             return [position for position, value in zip(own, values, strict=True) if value is not None]
@@ -124,11 +124,6 @@ def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
     if unknown := [position for position in wanted if not 0 <= position < length]:
         raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {length} tokens.")
     return [position for position in own if position in wanted]
-
-
-def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
-    """Whether the token contains the last character of a step."""
-    return any(offset[0] < end <= offset[1] for end in ends)
 
 
 def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:

@@ -479,7 +479,7 @@ def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text
 def _chosen(place: Position, tokens: Sequence[int], num_prompt: int, text: Text) -> set[int]:
     first = max(1, num_prompt)
     if place.kind == "sentences":
-        return {first + start for start in sentence_starts(*offsets_of(text, tokens[first:]))}
+        return {first + start for start in sentence_starts(*offsets_of(text, tokens[first:]))} if tokens[first:] else set()
     if place.function is not None:
         return {position for position in range(first, len(tokens)) if place.function(position, text.token(tokens[position]))}
     return {*place.on(len(tokens), num_prompt, lambda: map(text.token, tokens))}
