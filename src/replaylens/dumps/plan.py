@@ -14,7 +14,6 @@ from msgspec import UNSET, UnsetType
 from replaylens import tasks
 from replaylens.engine.errors import BadDump, BadRequest, no_such
 from replaylens.engine.records import DTYPES, Count, EditRecord, Hash, LensSpec, Positive, ProbeRecord, build
-from replaylens.engine.request.positions import Position
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr
 from replaylens.engine.terminal import Later
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from replaylens.engine.request.capture import Recording
+    from replaylens.engine.request.positions import Position
     from replaylens.engine.serving.core import Core
     from replaylens.features.features import SparseFeatures
     from replaylens.features.rows import FeatureRows
@@ -273,7 +273,15 @@ class DumpPlan:
         for message, fine in checks.items():
             if not fine:
                 raise BadRequest(message)
-        Position.parse(self.positions, KINDS)
+        if self.positions != "all":  # what most dumps hold is not parsed when they are opened
+            self.place  # noqa: B018
+
+    @property
+    def place(self) -> Position:
+        """The positions, parsed; BadRequest if there are none of this name."""
+        from replaylens.engine.request.positions import Position
+
+        return Position.parse(self.positions, KINDS)
 
     @property
     def num_shards(self) -> int:

@@ -37,7 +37,6 @@ from replaylens.dumps.store import Store
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite, no_such
 from replaylens.engine.model.sites import BY_SLOT, at_layer, same_value, warn_of_mixed_experts
 from replaylens.engine.records import Citation, Identifier
-from replaylens.engine.request.positions import CUSTOM
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, hides, short_repr
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ class Dump:
             what = "example {}, branch {}, position {} of the ".format(*found.row or ()) + f"{what} {Identifier(self.digest)}"
         check = f"replaylens verify {found} --in {shlex.quote(self.url)}"
         check += "".join(f" --features {each.name}=FOLDER" for each in plan.features)
-        if plan.positions.startswith(CUSTOM):
+        if plan.place.kind == "custom":
             check = f"dumps.verify.verify({self.url!r}, engine, selector=...) in Python, with {plan.positions}"
         return Citation(str(found), what, check, fingerprint=fingerprint.digest, **fingerprint.cited)
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from replaylens.dumps.content import CORE, Content, Pieces
-from replaylens.dumps.plan import KINDS, PROBES, DumpPlan, ExamplePath, matched, to_tensors
+from replaylens.dumps.plan import PROBES, DumpPlan, ExamplePath, matched, to_tensors
 from replaylens.engine.errors import BadRequest, InternalError, NotCertified, UnknownSite
 from replaylens.engine.lens import lens as readout
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import Rows
-from replaylens.engine.request.positions import Position
 from replaylens.engine.request.values import as_int, short_repr
 from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import scorers
@@ -102,7 +101,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
 def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
     """The positions of the path's own rows that the plan keeps."""
     own = range(path.base, len(path.tokens))
-    place, length = Position.parse(plan.positions, KINDS), len(path.tokens)
+    place, length = plan.place, len(path.tokens)
     match place.kind:
         case "last":
             return [position for position in own if position == length - 1 + place.shift]

@@ -250,7 +250,7 @@ class _Replay:
         self, dump: Dump, engine: Core, batch: int, task: AnyTask | None, selector: Selector | None, features: Encoders
     ) -> None:
         plan = dump.manifest.plan
-        if plan.positions.startswith(CUSTOM) and selector is None:
+        if plan.place.kind == "custom" and selector is None:
             raise BadRequest(f"This dump keeps positions {plan.positions}. Pass that function as `selector`.")
         self.dump, self.engine = dump, engine
         self.plan = replace(plan, selector=selector, encoders=matched(plan.features, features))
