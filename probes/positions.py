@@ -1,35 +1,22 @@
-"""Positions: which rows of a path a probe looks at.
-
-| spec | rows |
-|---|---|
-| `all` | every row |
-| `7` | the token at position 7 of its path |
-| `step`, `step+2`, `step-1` | where a step of the task is decided; two tokens later; the token before |
-| `step:3`, `step:3+1` | the same, of the third step only |
-| `query`, `query-1`, `query+1` | the prompt's last token with labels; before it; the answer's first token |
-| `last`, `last-1` | the last token of its prompt; before it. Of given texts and rows from arrays: a task has the query |
-| `text:Paris` | the token that ends each occurrence of the substring; spaces count |
-| `label:subject` | every token where the label has a value |
-| `3:7`, `-2:` | a span of tokens; negative numbers count from the end of the prompt |
-| a function | from the frame of the rows to a boolean for each of them |
+"""Positions of rows: which rows of a path a probe looks at. Their forms are those of `engine.request.positions`.
 
 A row belongs to the last step decided, so `step+5` has no rows if the next step comes four tokens later. The query is the
 prompt's last token, from which the answer is read. If a model pads its prompts, the query is the last token before the padding.
 Padding has no text, no labels and no distance from the query. Rows of given texts and from arrays know neither steps nor
-queries.
+queries; rows of a task end their prompts with the query, not with `last`. A function gets the frame of the rows, and gives a
+boolean for each of them.
 """
 
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 
 from replaylens.dumps.content import CORE
-from replaylens.dumps.plan import FORMS, NamedPosition, ends_of
 from replaylens.engine.errors import no_such
+from replaylens.engine.request import positions
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadPosition
 
@@ -74,84 +61,83 @@ def example_keys(frame: pd.DataFrame) -> list[tuple[str, int]]:
 
 # ---- positions -------------------------------------------------------------------------------------------------------
 
-_SPEC = re.compile(r"(?P<all>all)|(?P<at>\d+)|(?P<anchor>step|query|last)(:(?P<which>\d+))?(?P<shift>[+-]\d+)?")
-CUSTOM = "custom:"
-"""begins the spec of a function"""
+OF_TASKS = ("tokens", "step", "query", "text", "label", "custom")
+OF_ARRAYS = ("tokens", "last", "text", "label", "custom")
+"""also of given texts"""
+KINDS = (*OF_TASKS, "last")
 PositionFunction = Callable[[pd.DataFrame], Any]
 """frame of the rows -> one boolean for each row"""
 PLACES = ("step", "since_step", "until_step", "since_query", "steps")
 """the columns of `add_places`; all missing in rows from arrays"""
 
 
-@dataclass(frozen=True)
-class Position:
-    """A parsed spec."""
-
-    spec: str
-    anchor: str
-    """all, at, step, query, last, place or custom"""
-    shift: int = 0
-    which: int | None = None
-    place: NamedPosition | None = None
-    function: PositionFunction | None = None
+class Position(positions.Position):
+    """A parsed position of rows."""
 
     @classmethod
-    def parse(cls, spec: "str | int | PositionFunction", arrays: bool = False) -> "Position":
-        """Parse a spec. Raises BadPosition, which lists the forms, those of rows of texts or from `arrays` if they are."""
-        if callable(spec):
-            return cls(CUSTOM + getattr(spec, "__qualname__", "function"), "custom", function=spec)
-        if isinstance(spec, str) and spec.startswith(CUSTOM):
-            return cls(spec, "custom")
-        if isinstance(spec, str) and (place := NamedPosition.parse(spec)) is not None:
-            return cls(spec, "place", place=place)
-        found = _SPEC.fullmatch(str(spec).replace(" ", ""))
-        if found is None or (found["which"] and found["anchor"] != "step"):
-            forms = "all, a number or last" if arrays else "all, a number, step, step+1, step:3, query or query-1"
-            raise BadPosition(f"Unknown position {str(spec)!r}. Use {forms}. Also: {FORMS}; or a function.")
-        if found["all"]:
-            return cls("all", "all")
-        if found["at"]:
-            return cls(str(int(found["at"])), "at", int(found["at"]))
-        which = int(found["which"]) if found["which"] else None
-        return cls(found.group(), found["anchor"], int(found["shift"] or 0), which)
+    def parse(
+        cls, given: Any, kinds: Sequence[str] = KINDS, name: str = "position", error: type[Exception] = BadPosition
+    ) -> Self:
+        """The position of a spec; BadPosition, which lists the forms, if it is of none of these kinds."""
+        return super().parse(given, kinds, name, error)
 
     def mask(self, frame: pd.DataFrame) -> np.ndarray:
         """One boolean per row of a frame with the columns of `add_places`. Raises BadPosition if the frame cannot tell."""
-        self._check(frame)
-        match self.anchor:
-            case "all":
-                return np.ones(len(frame), dtype=bool)
-            case "at":
-                return (frame["position"] == self.shift).to_numpy()
-            case "query" | "last":
-                return (frame[f"since_{self.anchor}"] == self.shift).to_numpy()
-            case "place":
-                assert self.place is not None  # `parse` sets it
-                return _at_place(self.place, frame)
+        match self.kind:
+            case "tokens" | "last" if self.tokens is not None:
+                return _of_slice(self.spec, self.tokens, frame)
+            case "text":
+                return _of_text(self.spec, self.name, frame)
+            case "label":
+                if self.name not in frame:
+                    raise BadPosition(no_such("label", self.name, frame.columns))
+                return frame[self.name].notna().to_numpy()
+            case "query":
+                return (frame["since_query"] == self.shift).to_numpy()
             case "custom":
                 if self.function is None:
                     raise BadPosition(f"Position {self.spec!r} is a function, which its name does not give. Pass the function.")
                 return mask_of(f"position {self.spec}", self.function(frame), len(frame))
+        if frame["since_step"].isna().all():
+            raise BadPosition(
+                f"Position {self.spec!r} is unknown: these rows do not record steps. Dump positions 'all'; if that is so, no "
+                "label of the task counts its steps: name it `actions`, or set `step_label` in the task's class."
+            )
         column, which = ("since_step", self.which) if self.shift >= 0 else ("until_step", self.which and self.which - 1)
         mask = (frame[column] == abs(self.shift)).to_numpy()
         return mask if which is None else mask & (frame["step"] == which).to_numpy()
 
-    def _check(self, frame: pd.DataFrame) -> None:
-        said, arrays = f"Position {self.spec!r} is unknown: these rows", "since_last" in frame
-        if arrays and self.anchor in ("step", "query"):
-            raise BadPosition(
-                f"{said} come from given texts or from arrays, which have no {self.anchor}. Use all, a number or last. "
-                f"Also: {FORMS}."
-            )
-        if arrays and self.anchor in ("at", "last", "place") and len(frame) and frame["position"].isna().all():
-            raise BadPosition(f"{said} were given without positions. Use all, or give positions= to ProbeRows.of_arrays.")
-        if self.anchor == "last" and not arrays:
-            raise BadPosition(f"{said} come from a task, whose prompts end with the query. Use query.")
-        if self.anchor == "step" and frame["since_step"].isna().all():
-            raise BadPosition(
-                f"{said} do not record steps. Dump positions 'all'; if that is so, no label of the task counts its steps: "
-                "name it `actions`, or set `step_label` in the task's class."
-            )
+
+def _of_slice(spec: str, tokens: positions.PositionSlice, frame: pd.DataFrame) -> np.ndarray:
+    """One boolean per row. What counts from a prompt has no rows where none of the prompt is."""
+    position, mask = frame["position"].to_numpy(), np.full(len(frame), tokens == positions.PositionSlice())
+    if mask.all():
+        return mask
+    if frame["position"].isna().all():
+        raise BadPosition(
+            f"Position {spec!r} is unknown: these rows were given without positions. Use all, or give positions= to "
+            "ProbeRows.of_arrays."
+        )
+    from_start = tokens.part == "all" and tokens.start >= 0 and (tokens.stop or 0) >= 0
+    counts = np.zeros(len(frame)) if from_start else _num_prompt(frame)
+    for count in np.unique(counts[~np.isnan(counts)]):
+        here = np.flatnonzero(counts == count)
+        mask[here] = np.isin(position[here], tokens.kept(0, int(position[here].max()) + 1, int(count)))
+    return mask
+
+
+def _of_text(spec: str, substring: str, frame: pd.DataFrame) -> np.ndarray:
+    """One boolean per row."""
+    if frame["text"].isna().any():
+        raise BadPosition(f"Position {spec!r} needs the text of every token, which these rows do not have.")
+    position, text = frame["position"].to_numpy(), frame["text"].to_numpy(dtype=object)
+    mask = np.zeros(len(frame), dtype=bool)
+    for path in row_paths(frame):
+        gaps = np.diff(position[path.rows], prepend=position[path.rows][:1]) > 1
+        pieces = ["\0" * bool(gap) + piece for gap, piece in zip(gaps, text[path.rows], strict=True)]  # no match across a gap
+        found = [i for i in positions.ends_of(substring, pieces) if i >= len(path.rows) - path.num_own]
+        mask[path.rows[found]] = True
+    return mask
 
 
 def add_places(frame: pd.DataFrame, step_label: str | None) -> pd.DataFrame:
@@ -184,29 +170,6 @@ def add_places(frame: pd.DataFrame, step_label: str | None) -> pd.DataFrame:
         frame[name] = values
     frame["steps"] = frame["step"].where(frame["branch"] == 0).groupby([frame[name] for name in examples]).transform("max")
     return frame
-
-
-def _at_place(place: NamedPosition, frame: pd.DataFrame) -> np.ndarray:
-    """One boolean per row. Raises BadPosition if the frame lacks the label, or texts of tokens."""
-    position = frame["position"].to_numpy()
-    if place.kind == "label":
-        if place.name not in frame:
-            raise BadPosition(no_such("label", place.name, frame.columns))
-        return frame[place.name].notna().to_numpy()
-    if place.kind == "span":
-        start, stop = place.span(0)
-        since = position - _num_prompt(frame)
-        after = since >= start if place.start < 0 else position >= start
-        return np.asarray(after & (since < stop if (place.stop or 0) < 0 else position < stop))
-    if frame["text"].isna().any():
-        raise BadPosition(f"Position 'text:{place.name}' needs the text of every token, which these rows do not have.")
-    mask, text = np.zeros(len(frame), dtype=bool), frame["text"].to_numpy(dtype=object)
-    for path in row_paths(frame):
-        gaps = np.diff(position[path.rows], prepend=position[path.rows][:1]) > 1
-        pieces = ["\0" * bool(gap) + piece for gap, piece in zip(gaps, text[path.rows], strict=True)]  # no match across a gap
-        found = [i for i in ends_of(place.name, pieces) if i >= len(path.rows) - path.num_own]
-        mask[path.rows[found]] = True
-    return mask
 
 
 def _num_prompt(frame: pd.DataFrame) -> np.ndarray:

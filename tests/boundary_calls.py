@@ -240,7 +240,12 @@ def _files() -> dict[str, Any]:
     report.save(folder / "report")
     page = page_of(folder / "page.html", results=[patched], title="All")
     return {
-        "plan": [plan.differences(replace(plan, examples_per_shard=3)), plan.differences(again), again.indices(0)],
+        "plan": [
+            plan.differences(replace(plan, examples_per_shard=3)),
+            plan.differences(again),
+            again.indices(0),
+            again.place.kind,
+        ],
         "site": [
             site.row_bytes,
             np.asarray(golden_more.steps_dump().array("S", 1)),

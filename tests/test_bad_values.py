@@ -202,8 +202,6 @@ def test_an_error_that_no_argument_causes_comes_out_as_it_is(error: Exception) -
         (lambda p: tasks.get(5), "Unknown task '5'"),
         (lambda p: tasks.load(None), "Unknown task 'None'"),
         (lambda p: p["task"].examples(1.5), "Bad example index 1.5"),
-        (lambda p: p["branch"].logits(slice(1.5, 3)), "Invalid positions=slice"),
-        (lambda p: p["branch"].logits(slice(0, 3, 0)), "Invalid positions=slice"),
         (lambda p: p["run"]["a"], "Invalid index='a'"),
         (lambda p: p["rollouts"]["a"], "Invalid index='a'"),
         (lambda p: p["trace"].save("/proc/x/trace.json"), "/proc/x"),

@@ -62,6 +62,7 @@ REASONS = {
     "engine.request.capture.Recording.end": IN_A_PASS,
     "engine.request.capture.RowBlock": "a protocol",
     "engine.request.placed": IN_A_PASS,
+    "engine.request.positions.Position": "integers and texts",
     "engine.request.sampling.Sampling.bare": "compares",
     "engine.request.sampling.Sampling.plain_greedy": "compares",
     "engine.request.scores": IN_A_PASS,

@@ -366,7 +366,7 @@ except AttributeError as error:
 print(json.dumps(found), flush=True)
 """
 TRIPS = {
-    "replaylens.Engine.load('coin-plain')": 90,
+    "replaylens.Engine.load('coin-plain')": 91,
     "replaylens.Dump.open(sys.argv[1])": 27,
     "replaylens.Engine.load('coin-thinking')": 0,
 }

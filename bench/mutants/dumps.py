@@ -463,11 +463,11 @@ DUMPS = (
     ),
     Mutant(
         "overlapping-occurrences-missed",
-        "replaylens.dumps.plan",
+        "replaylens.engine.request.positions",
         "text.find(substring, at + 1)",
         "text.find(substring, at + len(substring))",
         "every occurrence of a substring is a position",
-        ("tests/dumps/test_cli.py::test_every_occurrence_ends_at_a_token",),
+        ("tests/engine/request/test_positions.py::test_a_substring_ends_where_its_last_character_is",),
     ),
     Mutant(
         "diff-takes-null-for-zero",

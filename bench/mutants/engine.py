@@ -101,11 +101,11 @@ ENGINE = (
     ),
     Mutant(
         "slice-of-positions-starts-at-each-pass",
-        "replaylens.engine.request.capture",
+        "replaylens.engine.request.positions",
         "start += -(-(first - start) // self.step) * self.step",
         "start = first",
         "every k-th position is counted from the start of the path",
-        ("tests/engine/request/test_edits.py",),
+        ("tests/engine/request/test_positions.py",),
     ),
     Mutant(
         "last-row-not-looked-at",
@@ -437,11 +437,11 @@ ENGINE = (
     ),
     Mutant(
         "capture-starts-before-the-text",
-        "replaylens.engine.request.capture",
+        "replaylens.engine.request.positions",
         "max(0, num_prompt + self.start)",
         "num_prompt + self.start",
         "a slice of the prompt that starts before it starts with it",
-        ("tests/engine/request/test_edits.py::test_a_start_before_the_text_is_its_first_position",),
+        ("tests/engine/request/test_positions.py::test_slices_and_spans",),
     ),
     Mutant(
         "ranks-of-the-first-chunk",

@@ -16,6 +16,7 @@ from replaylens.engine.errors import BadEdit, BadRequest
 from replaylens.engine.model.sites import KEY_SITES, STATE, SiteTable
 from replaylens.engine.request.capture import HEAD_SITES
 from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_json
+from replaylens.engine.request.positions import Positions, numbers
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, named_fields, short_repr
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
@@ -100,7 +101,6 @@ def _reading(name: str, function: HookFunction) -> HookFunction:
 # An edit is data, not code. It has a content hash, so branches with the same edits can share edited KV, and traces and
 # dumps can name it. Hook functions work too, but nothing is promised about what they compute.
 
-Positions = int | slice | Sequence[int] | None
 Hook = tuple[str, Callable[[Tensor, Any], Tensor | None]]
 _OPS = get_args(Op)
 TOKENS = "a token or several, as text or ids"
@@ -308,15 +308,12 @@ def finite_float32(value: Tensor, site: str) -> Tensor:
 
 
 def _plain_positions(name: str, positions: Any) -> Positions:
-    if isinstance(positions, slice):
-        if positions.step is not None and integer(positions.step) != 1:
-            raise BadEdit(f"A slice of {name} has step {short_repr(positions.step)}. Give a slice with step 1.")
-        ends = (positions.start, positions.stop)
-        return slice(*(None if p is None else as_int(name, p, error=BadEdit) for p in ends))
-    if positions is None or (single := integer(positions)) is not None:
-        return None if positions is None else single
-    several = as_list(name, positions, "whole numbers, or a slice", BadEdit)
-    return [as_int(name, p, error=BadEdit) for p in several]
+    found = numbers(name, positions, BadEdit)
+    if not isinstance(found, slice):
+        return found
+    if found.step not in (None, 1):
+        raise BadEdit(f"A slice of {name} has step {found.step}. Give a slice with step 1.")
+    return slice(found.start, found.stop)
 
 
 def listed(edits: Iterable[Edit]) -> list[Edit]:

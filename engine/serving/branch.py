@@ -24,11 +24,12 @@ from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
+from replaylens.engine.request.positions import At, chosen
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_int, defines, hides, integer, named_options, renamed
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.serving.request import At, GenerateKeywords, NotCopyable, Request, Stream, chosen, logits_of
+from replaylens.engine.serving.request import GenerateKeywords, NotCopyable, Request, Stream, logits_of
 from replaylens.engine.terminal import defer_interrupt
 
 if TYPE_CHECKING:
@@ -256,13 +257,14 @@ class Branch(NotCopyable):
     def logits(self, positions: At = -1, *, tokens: Sequence[str | int] | None = None) -> Tensor:
         """The logits after the tokens at `positions`: [vocab] for one position, else [positions, vocab].
 
-        positions  a number, several, or a slice; None: all. A pending token has logits too
+        positions  a number, several, a slice, or a form such as "last" or "text: flips"; None: all. A pending token has logits
+                   too
         tokens     only of these, as text or ids: [..., tokens]
 
         Rows that were not captured are computed, to the bits that they have in a capture.
         """
         self._check_open()
-        at = chosen(positions, self.length)
+        at = chosen(positions, self.length, self.root_length, lambda: map(self.engine.text.token, self.tokens))
         columns = None if tokens is None else self.engine.token_ids_of(tokens)
         runner, first = self.engine.loop.runner, min(at)
         last = f"blocks.{runner.model.config.num_layers - 1}.hook_out"
@@ -447,9 +449,8 @@ class Branch(NotCopyable):
     ) -> Rollouts:
         """Draw `n` continuations at each of some positions of this path. The branch itself is not changed.
 
-        at        where: "sentences" (the start of each sentence after the prompt), "tokens" (each token after it), a position,
-                  several, or a function of position and token text. A rollout at position p keeps the first p tokens. Default:
-                  the end of the path
+        at        where, as `engine.request.positions` says: "sentences", "tokens", a number, several, or a function of position
+                  and token text. A rollout at position p keeps the first p tokens. Default: the end of the path
         sampling  default: temperature 1. Each rollout has a seed of its own, made from this seed, position and number. Paths
                   that are resampled at the same position share their noise: give each a seed where they must be independent
         max_new   maximal number of tokens; 0 with choices: they are read right at the fork

@@ -37,10 +37,11 @@ from replaylens.engine.proof import certificates
 from replaylens.engine.proof.fingerprint import take
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import Fingerprint, LensSpec
-from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording, Rows
+from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place_all, warn_of_no_match
+from replaylens.engine.request.positions import CAPTURED, At, Position, PositionSlice, chosen
 from replaylens.engine.request.values import (
     as_bool,
     as_instance,
@@ -56,7 +57,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.generation import Generation
 from replaylens.engine.serving.lock import EngineLock, changing, reading
-from replaylens.engine.serving.request import At, NotCopyable, chosen
+from replaylens.engine.serving.request import NotCopyable
 from replaylens.engine.serving.variants import Variants
 from replaylens.engine.serving.watch import Probe, Watch
 from replaylens.engine.terminal import defer_interrupt
@@ -395,8 +396,8 @@ class Core(Generation, NotCopyable):
         targets    tokens whose log-probs Z always keeps
         full       keep whole distributions
         lens       read Z through this tuned lens instead of the plain one
-        positions  which rows to keep: "all", "prompt", "response", "last" (of the prompt), or a slice of one of the first
-                   three, such as "response[:32]" or "all[::4]"; the others are neither moved nor kept
+        positions  which rows to keep, such as "last" (of the prompt), "response[:32]" or "all[::4]"; the others are neither
+                   moved nor kept. Forms: `engine.request.positions`
         keep       "host": rows are kept in ordinary memory; "device": on the model's device, for probes that run there
         watch      record the scores of its probes, whether or not the rows that they read are captured
         """
@@ -417,7 +418,7 @@ class Core(Generation, NotCopyable):
             spec = LensSpec(residuals, top_k, ids, full, None if lens is None else self.lenses.add(lens))
         if not isinstance(keep, str) or keep not in ("host", "device"):
             raise BadRequest(f"Invalid keep={short_repr(keep)}. Give 'host' or 'device'.")
-        where = PositionSlice.parse(positions)
+        where = Position.parse(positions, CAPTURED).tokens or PositionSlice()
         scored = () if watch is None else watch.scored
         names += () if watch is None else tuple(site for site in watch.unscored if site not in names)
         return self._fitted(CaptureSpec(names, spec, rejected, residuals[-1], positions=where, keep=keep, scored=scored))
@@ -573,7 +574,8 @@ class Core(Generation, NotCopyable):
         if not variants:
             raise BadEdit("No variants. Give at least one list of edits; an empty list leaves the text as it is.")
         with self.variants(text, edits) as base:
-            at, columns = chosen(positions, len(base.path)), slice(None) if tokens is None else self.token_ids_of(tokens)
+            at = chosen(positions, len(base.path), len(base.path), lambda: map(self.text.token, base.path))
+            columns = slice(None) if tokens is None else self.token_ids_of(tokens)
             found = base.read(variants, at, lambda logits: logits[..., columns], progress)
         return found[:, 0] if integer(positions) is not None else found
 

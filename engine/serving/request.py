@@ -103,24 +103,7 @@ def _chains(drafts: Any) -> dict[int, list[list[int]]]:
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------
-# Logits of chosen positions and tokens. Each has the bits that the same row of `unembed.hook_out` has in a capture.
-
-At = int | slice | Sequence[int] | None
-
-
-def chosen(positions: At, length: int) -> list[int]:
-    """Positions of a path of `length` tokens, counted from 0; None: all. BadRequest for one that it does not have."""
-    if positions is None or isinstance(positions, slice):
-        try:
-            found = list(range(length))[slice(None) if positions is None else positions]
-        except (TypeError, ValueError) as error:  # a step of 0
-            raise BadRequest(f"Invalid positions={short_repr(positions)}: {error}. Give whole numbers.") from error
-    else:
-        given = [positions] if integer(positions) is not None else as_list("positions", positions, "whole numbers, or a slice")
-        found = [as_int("positions", each, -length, length - 1) % length for each in given]
-    if not found:
-        raise BadRequest(f"positions={positions} chooses none of {length} tokens. Give at least one.")
-    return found
+# Logits of chosen rows and tokens. Each has the bits that the same row of `unembed.hook_out` has in a capture.
 
 
 def logits_of(runner: Runner, residual: Tensor, tokens: Sequence[int] | None) -> Tensor:

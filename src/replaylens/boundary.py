@@ -34,7 +34,7 @@ engine.lens.lens.KnownLenses engine.lens.lens.log_softmax engine.lens.lens.read_
 engine.request.placed engine.request.scores engine.request.values engine.request.edits.listed
 engine.request.edits.BatchHook engine.request.edits.NamedHook
 engine.request.capture.CaptureSpec engine.request.capture.Chunk engine.request.capture.LazyRows
-engine.request.capture.PassTap engine.request.capture.PositionSlice engine.request.capture.NamedRows
+engine.request.capture.PassTap engine.request.positions engine.request.capture.NamedRows
 engine.request.capture.joined_rows engine.request.capture.sliced_rows
 engine.request.sampling.Sampling.bare engine.request.sampling.Sampling.plain_greedy
 engine.request.capture.Recording.add engine.request.capture.Recording.end engine.request.capture.with_keys

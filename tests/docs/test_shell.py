@@ -22,8 +22,9 @@ from replaylens.commands.dump import KEPT
 from replaylens.commands.options import FETCHED
 from replaylens.commands.report import TREES
 from replaylens.commands.reporting import in_shell_words
-from replaylens.dumps.plan import FORMS, POSITIONS
+from replaylens.dumps.plan import KINDS
 from replaylens.engine.errors import SlowCluster
+from replaylens.engine.request.positions import forms
 from replaylens.training import embedded as zoo
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.views.page import MAX_TREES
@@ -106,7 +107,7 @@ def test_help_and_version_load_nothing_that_computes() -> None:
 
 def test_names_that_help_repeats() -> None:
     """Modules that help does not load say the same."""
-    assert f"{', '.join(POSITIONS)}, {FORMS}" == KEPT and tuple(hub.PACKAGED) == FETCHED and TREES == MAX_TREES
+    assert forms(KINDS[:-1]) == KEPT and tuple(hub.PACKAGED) == FETCHED and TREES == MAX_TREES
     assert (*zoo.names(), *thinking_zoo.names()) == (*PLAIN, *THINKING)
 
 

@@ -17,7 +17,7 @@ from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadTexts, NonFinite, NotCertified, UnknownSite
 from replaylens.engine.memory.tree import BranchStatus
-from replaylens.engine.request.capture import PositionSlice
+from replaylens.engine.request.positions import PositionSlice
 from replaylens.engine.request.sampling import Sampling
 from replaylens.probes.rows import ProbeRows
 from replaylens.replay import replayer, texts

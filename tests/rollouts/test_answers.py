@@ -255,7 +255,7 @@ def test_replaced_sentences(chain: Branch) -> None:
     "options, message",
     [
         ({"n": 0}, "n=0"),
-        ({"at": "words"}, "Invalid at='words'"),
+        ({"at": "words"}, "Unknown at 'words'"),
         ({"at": 0}, "at=0"),
         ({"at": 99}, "at=99"),
         ({"at": []}, "no position"),
@@ -285,7 +285,7 @@ def test_bad_options(chain: Branch, options: dict[str, object], message: str) ->
 
 def test_what_cannot_be_resampled() -> None:
     subject = engine()
-    with pytest.raises(BadRequest, match="after the prompt, and there are none"):
+    with pytest.raises(BadRequest, match="there are none after the prompt"):
         subject.prompt([1, 2]).resample(2, at="sentences")
     with pytest.raises(BadRequest, match="Without a tokenizer"):
         subject.prompt([1, 2]).force([3]).resample(2, at="sentences")
@@ -402,7 +402,8 @@ def test_places_of_a_rollout(coin: Engine, keep: tuple[str | int, ...], rows: li
 
 
 @pytest.mark.parametrize(
-    ("at", "found"), [(1, (1,)), (9, (9,)), ([9, 1, 9], (1, 9)), ("tokens", (3, 4, 5, 6, 7, 8)), (None, (9,))]
+    ("at", "found"),
+    [(1, (1,)), (9, (9,)), ([9, 1, 9], (1, 9)), ("tokens", (3, 4, 5, 6, 7, 8)), (None, (9,)), ("text:.", (5, 8)), (":2", (1,))],
 )
 def test_positions_up_to_the_bounds(coin: Engine, at: Any, found: tuple[int, ...]) -> None:
     tokens = coin.text.encode("A coin's state is heads. Alice flips.")

@@ -604,7 +604,7 @@ def test_choices_at_the_fork(tmp_path: Path) -> None:
     [
         ((), "Give one of --prompt"),
         (("--prompt", "x", "--file", "y"), "Give one of --prompt"),
-        (("--prompt", PROMPT, "--at", "word"), "Invalid --at"),
+        (("--prompt", PROMPT, "--at", "word"), "Unknown at 'word'"),
         (("--prompt", PROMPT, "--answer", "a", "--choice", "b"), "two ways"),
         (("--prompt", PROMPT, "--after", "b"), "--after"),
         (("--prompt", PROMPT, "--dump", "d"), "--dump writes"),

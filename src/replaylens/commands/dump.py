@@ -66,8 +66,8 @@ WorkersOption = Annotated[
 WritersOption = Annotated[
     int | None, typer.Option(min=1, help="Threads that hash and write; each holds one shard in memory.  [default: 1]")
 ]
-KEPT = "all, generated, last, steps, text:SUBSTRING, label:NAME, or a span such as 3:7 or -2:"
-"""as in `dumps.plan`, which needs numpy"""
+KEPT = "all, prompt, response, 7, 3:7, -2:, response[:32], last, steps, text:SUBSTRING or label:NAME"
+"""as in `engine.request.positions`, which needs numpy"""
 TASK, EXAMPLES = "coin", 100
 """what `dump` replays by default"""
 

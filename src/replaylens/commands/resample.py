@@ -137,12 +137,10 @@ def _chains(prompt: str | None, chat: str | None, chain: str, file: str | None) 
 
 
 def _at(given: str | None) -> str | list[int] | None:
-    if given is None or given in ("sentences", "tokens"):
-        return given
     try:
-        return [int(each) for each in given.split(",")]
+        return given and [int(each) for each in given.split(",")]
     except ValueError:
-        raise BadRequest(f"Invalid --at {given}. Give sentences, tokens, or positions separated by commas.") from None
+        return given
 
 
 def _keep(given: str) -> list[str | int]:

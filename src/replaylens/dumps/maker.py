@@ -13,9 +13,7 @@ import torch
 from replaylens.dumps.content import Content, pieces_of
 from replaylens.dumps.manifest import SiteEntry
 from replaylens.dumps.plan import (
-    CUSTOM,
-    FORMS,
-    POSITIONS,
+    KINDS,
     PREFIX,
     PROBES,
     DumpPlan,
@@ -36,6 +34,7 @@ from replaylens.engine.loop.admission import FIXED_WINDOW
 from replaylens.engine.machine import require_room
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.positions import Position
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_processes, defines, renamed, short_repr, verb
 from replaylens.engine.serving.core import Core
@@ -105,9 +104,9 @@ def make_plan(
 
     examples   number of examples, from index 0 on; or their indices, in any order
     edits      edits of every example, as in `Engine.replay`
-    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), a
-               place such as "text:Paris", "label:subject" or "3:7" (see `NamedPosition`), or a function from an `ExamplePath`
-               to positions
+    positions  rows to keep: "all", "generated", "last" (of each branch), "steps" (tokens that end a step of the task), another
+               form of `engine.request.positions` such as "text:Paris", "label:subject" or "3:7", or a function from an
+               `ExamplePath` to positions
     stored_dtype
                what rows are stored in: "float32", "bfloat16" or "float16"; default: what the model computes in
     top_k, targets, full, lens
@@ -120,7 +119,9 @@ def make_plan(
     """
     require_own_name(type(task))
     edits, indices = engine.tokenized(edits), compact(examples)
-    _check_positions(task, positions, indices)
+    where = Position.parse(positions, KINDS)
+    if isinstance(task, GivenTexts):
+        check_texts(task, where, indices)
     spec = engine.capture_spec(sites, rejected=rejected, top_k=top_k, targets=targets, full=full, lens=lens)
     stored = planned(engine, features, keep)
     watched = () if watch is None else as_instance("watch", watch, Watch, "the result of engine.watch").records
@@ -141,7 +142,7 @@ def make_plan(
         sampling=as_instance("sampling", Sampling() if sampling is None else sampling, Sampling, "a Sampling"),
         max_new=None if max_new is None else engine.require_positions("max_new", as_int("max_new", max_new, 0)),
         rejected=rejected,
-        positions=positions if isinstance(positions, str) else CUSTOM + getattr(positions, "__qualname__", "function"),
+        positions=positions if isinstance(positions, str) else where.spec,
         dtype=str(engine.model.dtype).removeprefix("torch.") if stored_dtype is None else stored_dtype,
         examples_per_shard=as_int("examples_per_shard", examples_per_shard, 1),
         edits=tuple(edit.to_json() for edit in edits),
@@ -149,7 +150,7 @@ def make_plan(
         features=stored,
         probes=watched,
         end=engine.text.foreign_end,
-        selector=None if isinstance(positions, str) else positions,
+        selector=where.function,
         encoders=dict(features),
     )
 
@@ -161,16 +162,6 @@ def _check_widths(engine: Core, sites: Sequence[str]) -> None:
             raise BadRequest(
                 f"{name} cannot be dumped: its width is the number of keys, and a dump holds rows of one width. Leave it out."
             )
-
-
-def _check_positions(task: AnyTask, positions: str | Selector, indices: Sequence[int]) -> None:
-    """Raise BadRequest if there are no such positions, or if given texts lack them."""
-    if not isinstance(positions, str) and (not callable(positions) or isinstance(positions, type)):
-        raise BadRequest(
-            f"positions={short_repr(positions)}: give one of {', '.join(POSITIONS)}, {FORMS}, or a function of a path"
-        )
-    if isinstance(task, GivenTexts):
-        check_texts(task, positions, indices)
 
 
 def plan_of_run(engine: Core, task: AnyTask, indices: Iterable[int], options: ReplayOptions, **stored: Any) -> DumpPlan:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -25,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from replaylens.engine.request.capture import Recording
+    from replaylens.engine.request.positions import Position
     from replaylens.engine.serving.core import Core
     from replaylens.features.features import SparseFeatures
     from replaylens.features.rows import FeatureRows
@@ -33,61 +32,6 @@ if TYPE_CHECKING:
     from replaylens.tasks.texts import GivenTexts
 else:
     torch = Later("torch")
-
-# ---- places ----------------------------------------------------------------------------------------------------------
-# `NamedPosition`: positions of a path by name, which a plan can hold and a probe can ask for.
-#
-# | spec | tokens |
-# |---|---|
-# | `text:Paris` | the token that ends each occurrence of the substring; spaces count |
-# | `label:subject` | every token where the label has a value |
-# | `3:7`, `-2:`, `:4` | a span of tokens; negative numbers count from the end of the prompt |
-#
-# A substring is found in the texts of the tokens, one after the other, as the index shows them.
-
-FORMS = "text:SUBSTRING, label:NAME, or a span such as 3:7 or -2:"
-_NAMED = re.compile(r"(?P<kind>text|label):(?P<name>.+)", re.DOTALL)
-_SPAN = re.compile(r"\s*(?P<start>-?\d{1,9})?\s*:\s*(?P<stop>-?\d{1,9})?\s*")
-
-
-@dataclass(frozen=True)
-class NamedPosition:
-    """A parsed spec."""
-
-    kind: str
-    """text, label or span"""
-    name: str = ""
-    """the substring, or the label"""
-    start: int = 0
-    stop: int | None = None
-
-    @classmethod
-    def parse(cls, spec: str) -> NamedPosition | None:
-        """The place of a spec; None if it is none of these forms."""
-        if found := _NAMED.fullmatch(spec):
-            return cls(found["kind"], found["name"])
-        if found := _SPAN.fullmatch(spec):
-            return cls("span", "", int(found["start"] or 0), int(found["stop"]) if found["stop"] else None)
-        return None
-
-    def span(self, num_prompt: int) -> tuple[int, float]:
-        """First and last position (exclusive) of a span, on a path with a prompt of this many tokens."""
-        start = self.start + num_prompt if self.start < 0 else self.start
-        if self.stop is None:
-            return start, float("inf")
-        return start, self.stop + num_prompt if self.stop < 0 else self.stop
-
-
-def ends_of(substring: str, pieces: Sequence[str]) -> list[int]:
-    """The numbers of the pieces that hold the last character of an occurrence of the substring in their joint text."""
-    text, ends = "".join(pieces), list(accumulate(map(len, pieces)))
-    found: dict[int, None] = {}
-    at = text.find(substring)
-    while at >= 0:
-        found[bisect_left(ends, at + len(substring))] = None
-        at = text.find(substring, at + 1)
-    return list(found)
-
 
 # ---- path ------------------------------------------------------------------------------------------------------------
 # `ExamplePath`: one token path of an example, with its captured rows.
@@ -262,8 +206,8 @@ def to_rows(stored: StoredFeatures, indices: Tensor, values: Tensor) -> FeatureR
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
-POSITIONS = ("all", "generated", "last", "steps")
-CUSTOM = "custom:"
+KINDS = ("tokens", "last", "steps", "text", "label", "custom")
+"""kinds of positions"""
 Selector = Callable[[ExamplePath], Iterable[int]]
 """path -> the positions to keep"""
 MAX_TEXT_BYTES = 1 << 27
@@ -318,7 +262,7 @@ class PlanRecord(Generic[ExamplesOf, EditOf]):
     rejected: bool
     """keep rejected branches"""
     positions: str
-    """which rows to keep: all, generated, last, steps, a place such as text:SUBSTRING, or custom:NAME"""
+    """which rows to keep: a `Position`, in its own spelling"""
     dtype: str
     """dtype of the sites; Z is always float32 and int32"""
     examples_per_shard: Positive
@@ -355,15 +299,19 @@ class DumpPlan(PlanRecord[range | tuple[int, ...], dict[str, Any]]):
             "Two probes have the same name, or one has other characters than letters, digits, - and _. Give each its own.": (
                 len({each.name for each in self.probes if _NAME.fullmatch(each.name)}) == len(self.probes)
             ),
-            f"Unknown positions {self.positions!r:.60}. Use one of {', '.join(POSITIONS)}, {FORMS}, or a function.": (
-                self.positions in POSITIONS
-                or self.positions.startswith(CUSTOM)
-                or NamedPosition.parse(self.positions) is not None
-            ),
         }
         for message, fine in checks.items():
             if not fine:
                 raise BadRequest(message)
+        if self.positions != "all":  # what most dumps hold is not parsed when they are opened
+            self.place  # noqa: B018
+
+    @property
+    def place(self) -> Position:
+        """The positions, parsed; BadRequest if there are none of this name."""
+        from replaylens.engine.request.positions import Position
+
+        return Position.parse(self.positions, KINDS)
 
     @property
     def num_shards(self) -> int:
@@ -376,7 +324,7 @@ class DumpPlan(PlanRecord[range | tuple[int, ...], dict[str, Any]]):
 
     def check_in_python(self, url: str) -> str | None:
         """How to verify the dump if a function chose its positions, which no command can be given; None: a command can."""
-        if not self.positions.startswith(CUSTOM):
+        if self.place.kind != "custom":
             return None
         return f"dumps.verify.verify({url!r}, engine, selector=...) in Python, with {self.positions}"
 
@@ -458,15 +406,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def check_texts(task: GivenTexts, positions: str | Selector, indices: Sequence[int]) -> None:
+def check_texts(task: GivenTexts, positions: Position, indices: Sequence[int]) -> None:
     """Raise BadRequest if a dump cannot hold the texts, or if they lack the positions or indices."""
     if indices and indices[-1] >= len(task):
         raise BadRequest(f"Text {indices[-1]} was asked for, but there are only {len(task)}, from 0 on. Give fewer examples.")
-    if positions == "steps":
+    if positions.kind == "steps":
         raise BadRequest("Given texts have no steps. Use positions such as 'all', 'last' or 'text:SUBSTRING'.")
-    place = NamedPosition.parse(positions) if isinstance(positions, str) else None
-    if place is not None and place.kind == "label" and place.name not in task.label_names:
-        raise BadRequest(no_such("label", place.name, task.label_names))
+    if positions.kind == "label" and positions.name not in task.label_names:
+        raise BadRequest(no_such("label", positions.name, task.label_names))
     if (size := len(task.knobs.canonical())) > MAX_TEXT_BYTES:
         raise BadRequest(
             f"The texts take {size / 1e6:.0f} MB, and the plan of a dump holds up to {MAX_TEXT_BYTES / 1e6:.0f} MB. Write "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from replaylens.dumps.content import CORE, Content, Pieces
-from replaylens.dumps.plan import (
-    PROBES,
-    DumpPlan,
-    ExamplePath,
-    NamedPosition,
-    ends_of,
-    matched,
-    to_tensors,
-)
+from replaylens.dumps.plan import PROBES, DumpPlan, ExamplePath, matched, to_tensors
 from replaylens.engine.errors import BadRequest, InternalError, NotCertified, UnknownSite
 from replaylens.engine.lens import lens as readout
 from replaylens.engine.records import LensSpec
@@ -109,45 +101,28 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
 def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
     """The positions of the path's own rows that the plan keeps."""
     own = range(path.base, len(path.tokens))
-    match plan.positions:
-        case "all":
-            return list(own)
-        case "generated":
-            return [position for position in own if position >= path.num_prompt]
+    place, length = plan.place, len(path.tokens)
+    match place.kind:
         case "last":
-            return list(own[-1:])
+            return [position for position in own if position == length - 1 + place.shift]
         case "steps":
-            ends = {step.end for step in path.reading.steps}
-            return [position for position in own if _ends_step(path.offsets[position], ends)]
-    if (place := NamedPosition.parse(plan.positions)) is not None:
-        there = _placed(engine, place, path)
-        return [position for position in own if position in there]
+            ends, at = {step.end for step in path.reading.steps}, path.offsets  # the token of a step's last character
+            return [position for position in own if any(at[position][0] < end <= at[position][1] for end in ends)]
+        case "label":
+            values = path.labels_at(own, [place.name])[place.name]
+            return [position for position, value in zip(own, values, strict=True) if value is not None]
+        case "tokens" | "text":
+            there = {*place.on(length, path.num_prompt, lambda: map(engine.text.token, path.tokens))}
+            return [position for position in own if position in there]
     if plan.selector is None:
         raise BadRequest(f"The function of positions {plan.positions!r} is not stored in files. Pass it again.")
     chosen = plan.selector(path)
     if not isinstance(chosen, Iterable):
         raise BadRequest(f"{plan.positions} gave {short_repr(chosen)}: a function for positions gives several of them")
     wanted = {as_int(f"a position of {plan.positions}", position) for position in chosen}
-    if unknown := [position for position in wanted if not 0 <= position < len(path.tokens)]:
-        raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {len(path.tokens)} tokens.")
+    if unknown := [position for position in wanted if not 0 <= position < length]:
+        raise BadRequest(f"{plan.positions} chose position {unknown[0]} of a path with {length} tokens.")
     return [position for position in own if position in wanted]
-
-
-def _placed(engine: Core, place: NamedPosition, path: ExamplePath) -> Container[int]:
-    """The positions of a path at a place."""
-    match place.kind:
-        case "text":
-            return set(ends_of(place.name, [engine.text.token(token) for token in path.tokens]))
-        case "label":
-            values = path.labels_at(range(len(path.tokens)), [place.name])[place.name]
-            return {position for position, value in enumerate(values) if value is not None}
-    start, stop = place.span(path.num_prompt)
-    return range(max(start, 0), int(min(stop, len(path.tokens))))
-
-
-def _ends_step(offset: tuple[int, int], ends: set[int]) -> bool:
-    """Whether the token contains the last character of a step."""
-    return any(offset[0] < end <= offset[1] for end in ends)
 
 
 def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:

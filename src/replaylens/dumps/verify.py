@@ -19,10 +19,11 @@ from replaylens.dumps.content import KEYS, LOCATORS, Content, Difference, concat
 from replaylens.dumps.files import DumpFiles
 from replaylens.dumps.maker import ShardMaker, drafter_settings
 from replaylens.dumps.manifest import Manifest, SiteEntry
-from replaylens.dumps.plan import CUSTOM, Encoders, ExamplePath, Selector, matched
+from replaylens.dumps.plan import Encoders, ExamplePath, Selector, matched
 from replaylens.dumps.reader import Dump
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.request.capture import Recording
+from replaylens.engine.request.positions import CUSTOM
 from replaylens.engine.request.values import integer, real, short_repr
 from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
@@ -249,7 +250,7 @@ class _Replay:
         self, dump: Dump, engine: Core, batch: int, task: AnyTask | None, selector: Selector | None, features: Encoders
     ) -> None:
         plan = dump.manifest.plan
-        if plan.positions.startswith(CUSTOM) and selector is None:
+        if plan.place.kind == "custom" and selector is None:
             raise BadRequest(f"This dump keeps positions {plan.positions}. Pass that function as `selector`.")
         self.dump, self.engine = dump, engine
         self.plan = replace(plan, selector=selector, encoders=matched(plan.features, features))

@@ -25,9 +25,10 @@ from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights,
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.request.edits import Edit, Positions
+from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.positions import Positions, chosen
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, as_path, integer, short_repr
+from replaylens.engine.request.values import as_float, as_instance, as_int, as_path, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.core import Core
 from replaylens.features.rows import FeatureRows, Ids, KernelProduct, RowProduct, feature_ids
@@ -89,21 +90,13 @@ def rows_at(positions: Positions, captured: list[int], length: int) -> list[int]
     """The numbers of the captured rows at these positions of a branch of `length` tokens; BadEdit if one was not captured."""
     if positions is None:
         return list(range(len(captured)))
-    if isinstance(positions, slice):
-        wanted = list(range(*positions.indices(length)))
-    else:
-        single = integer(positions)
-        listed = [single] if single is not None else as_list("positions", positions, "whole numbers, or a slice", BadEdit)
-        numbers = [as_int("positions", p, -length, error=BadEdit) for p in listed]
-        wanted = sorted({p + length if p < 0 else p for p in numbers})
+    wanted = sorted(set(chosen(positions, length, error=BadEdit)))
     place = {position: row for row, position in enumerate(captured)}
     if missing := [p for p in wanted if p not in place]:
         raise BadEdit(
             f"Position {missing[0]} has no captured row on this branch of {length} tokens, so its features are not known. "
             "Give other positions, or capture it."
         )
-    if not wanted:
-        raise BadEdit(f"positions={short_repr(positions)} selects none of {length} tokens. Give at least one.")
     return [place[p] for p in wanted]
 
 

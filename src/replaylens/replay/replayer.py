@@ -14,10 +14,11 @@ from replaylens.engine.memory.tree import ORDINARY, BranchRecord
 from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.proof.trace import Trace, path_digest
 from replaylens.engine.records import LensSpec
-from replaylens.engine.request.capture import CaptureSpec, PositionSlice, Recording
+from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Edit, listed
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_fit
+from replaylens.engine.request.positions import PositionSlice
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int
 from replaylens.engine.serving.branch import Branch

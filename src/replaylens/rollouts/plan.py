@@ -23,6 +23,7 @@ from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import Count, Positive, build
+from replaylens.engine.request.positions import ON_PATH, Position, forms
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_int, as_list, integer, short_repr
 from replaylens.tasks.reading import Offset
@@ -356,7 +357,8 @@ class OutcomeCounts(Citable):
 # ---- plan ------------------------------------------------------------------------------------------------------------
 
 PLACES = ("fork", "sentences", "answer", "last", "all")
-AT = "'sentences', 'tokens', a position, several, or a function of position and token text"
+KINDS = (*ON_PATH, "sentences", "custom")
+AT = f"positions, or {forms(KINDS)}"
 KEEP = f"some of {', '.join(map(repr, PLACES))}, or numbers of generated tokens (0 is the first, -1 the last)"
 MAX_ROLLOUTS = 1 << 20
 ForkPositions = str | int | Sequence[int] | Callable[[int, str], bool] | None
@@ -451,33 +453,26 @@ class ResamplePlan(ResamplePlanRecord[Sampling, Answer | None]):
 
 def positions_of(at: ForkPositions, tokens: Sequence[int], num_prompt: int, text: Text) -> tuple[int, ...]:
     """The fork positions that `at` chooses on a path, ascending. BadRequest if it chooses none, or one outside the path."""
-    length, first = len(tokens), max(1, num_prompt)
-    if at is None:
-        return (length,)
-    if integer(at) is not None:
-        return (as_int("at", at, 1, length),)
+    length = len(tokens)
     if isinstance(at, str) or callable(at):
-        if isinstance(at, str) and at not in ("sentences", "tokens"):
-            raise BadRequest(f"Invalid at={short_repr(at)}. Give {AT}.")
-        if first >= length:
-            raise BadRequest(
-                f"at={short_repr(at)} looks at the tokens after the prompt, and there are none. Generate or force them first, "
-                "or give positions."
-            )
-        found = _chosen(at, tokens, first, text)
+        place = Position.parse(at, KINDS if callable(at) else KINDS[:-1], "at")
+        found = _chosen(place, tokens, num_prompt, text) - {0}
     else:
-        found = sorted({as_int("at", each, 1, length) for each in as_list("at", at, AT)})
+        several = [length if at is None else at] if at is None or integer(at) is not None else as_list("at", at, AT)
+        found = {as_int("at", each, 1, length) for each in several}
     if not found:
-        raise BadRequest(f"at={short_repr(at)} chooses no position of {length} tokens. Choose at least one.")
-    return tuple(found)
+        missing = "there are none after the prompt: generate or force them first" if num_prompt >= length else "choose one"
+        raise BadRequest(f"at={short_repr(at)} chooses no position of {length} tokens; {missing}.")
+    return tuple(sorted(found))
 
 
-def _chosen(at: str | Callable[[int, str], bool], tokens: Sequence[int], first: int, text: Text) -> list[int]:
-    if at == "sentences":
-        return [first + start for start in sentence_starts(*offsets_of(text, tokens[first:]))]
-    if isinstance(at, str):
-        return list(range(first, len(tokens)))
-    return [position for position in range(first, len(tokens)) if at(position, text.token(tokens[position]))]
+def _chosen(place: Position, tokens: Sequence[int], num_prompt: int, text: Text) -> set[int]:
+    first = max(1, num_prompt)
+    if place.kind == "sentences":
+        return {first + start for start in sentence_starts(*offsets_of(text, tokens[first:]))} if tokens[first:] else set()
+    if place.function is not None:
+        return {position for position in range(first, len(tokens)) if place.function(position, text.token(tokens[position]))}
+    return {*place.on(len(tokens), num_prompt, lambda: map(text.token, tokens))}
 
 
 def unit_texts(positions: Sequence[int], tokens: Sequence[int], text: Text) -> tuple[str, ...]:

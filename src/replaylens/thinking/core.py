@@ -22,10 +22,11 @@ from replaylens.engine.model.sites import SiteTable
 from replaylens.engine.model.text import Prompt, is_chat
 from replaylens.engine.proof.fingerprint import take
 from replaylens.engine.records import Fingerprint
-from replaylens.engine.request.capture import CaptureSpec, PositionSlice
+from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
+from replaylens.engine.request.positions import PositionSlice
 from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords

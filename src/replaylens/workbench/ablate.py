@@ -19,11 +19,11 @@ from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import numbered
 from replaylens.engine.model.text import Prompt
-from replaylens.engine.request.edits import Edit, Positions
+from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import drawn
+from replaylens.engine.request.positions import Positions, chosen
 from replaylens.engine.request.values import as_int, as_list, integer, short_repr, verb
 from replaylens.engine.serving.core import Core
-from replaylens.engine.serving.request import chosen
 from replaylens.engine.terminal import hidden
 from replaylens.gradients.attribution import one_for_each
 from replaylens.probes.intervals import difference_over_groups

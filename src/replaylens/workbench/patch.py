@@ -12,15 +12,14 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from replaylens.dumps.plan import ends_of
 from replaylens.engine.display import Citable
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.request.positions import At, chosen, ends_of
 from replaylens.engine.request.values import as_instance, as_int, as_list, short_repr, verb
 from replaylens.engine.serving.core import Core
-from replaylens.engine.serving.request import At, chosen
 from replaylens.gradients.attribution import Prompts, common_words, each_pair, pairs_of, require_one_length, t_interval
 from replaylens.workbench.ablate import HeadChoice, chosen_heads, chosen_layers, pair_of, require_attention
 from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, one_name, paragraph, plain, view, words
@@ -52,7 +51,7 @@ class Aligned:
         if direction == "denoise":
             pairs = [(theirs, mine) for mine, theirs in pairs]
             first, second = second, first
-        asked = set(chosen(positions, len(first)))
+        asked = set(chosen(positions, len(first), len(first), lambda: map(engine.text.token, first)))
         kept = tuple(sorted(pair for pair in pairs if pair[0] in asked))
         if not kept:
             raise BadRequest(f"positions={short_repr(positions)} has no counterpart in the other prompt. Give other positions.")

@@ -4,7 +4,7 @@ import copy
 import inspect
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from replaylens.engine.errors import (
     UnknownSite,
     UnsupportedModel,
 )
+from replaylens.engine.request.positions import CAPTURED, Position
 from replaylens.engine.request.values import integer, real
 from replaylens.tasks.errors import TaskError
 from tests.devices import covering
@@ -293,16 +294,8 @@ def engine_of_positions() -> Engine:
     return Engine.load("coin-plain")
 
 
-def expected(positions: str, num_prompt: int, length: int) -> list[int]:
-    everything = list(range(length))
-    return {
-        "all": everything,
-        "last": [num_prompt - 1],
-        "prompt": everything[:num_prompt],
-        "response": everything[num_prompt:],
-        "response[:3]": everything[num_prompt : num_prompt + 3],
-        "all[1::4]": everything[1::4],
-    }[positions]
+def expected(positions: str, num_prompt: int, length: int) -> Sequence[int]:
+    return Position.parse(positions, CAPTURED).on(length, num_prompt, list)
 
 
 @pytest.mark.parametrize(
@@ -316,7 +309,7 @@ def test_chosen_rows_are_those_of_a_full_capture(engine_of_positions: Engine, po
         [engine_of_positions.prompt("A coin's state is heads"), part], 9, drafter=drafter, sampling=LONG, final=True
     )
     kept = part.activations.positions()
-    assert kept == expected(positions, part.root_length, part.length)
+    assert kept == list(expected(positions, part.root_length, part.length))
     for site in part.activations.sites():
         bits = part.activations[site].contiguous().view(torch.uint8)
         assert torch.equal(bits, whole.activations[site][kept].contiguous().view(torch.uint8)), site
@@ -348,7 +341,7 @@ def test_nothing_is_stacked_where_nothing_is_kept(engine_of_positions: Engine, m
     assert branch.activations.positions() == [branch.root_length - 1]
 
 
-@pytest.mark.parametrize("options", [{"positions": "some"}, {"positions": 3}, {"keep": "disk"}, {"keep": None}])
+@pytest.mark.parametrize("options", [{"positions": "some"}, {"positions": 3.5}, {"keep": "disk"}, {"keep": None}])
 def test_bad_choices_are_refused(engine_of_positions: Engine, options: dict[str, object]) -> None:
     with pytest.raises(BadRequest):
         engine_of_positions.prompt(TEXT_OF_POSITIONS, sites="S", **options)

@@ -520,8 +520,12 @@ def test_the_natural_call(tmp_path: Path) -> None:
 NEEDS: dict[str, tuple[Callable[[ProbeRows], Any], type[ProbeError], str]] = {
     "state": (lambda rows: sweep(rows), MissingLabel, "Known: label. The state is a task's"),
     "another label": (lambda rows: rows.target("lable"), MissingLabel, "did you mean 'label'"),
-    "query": (lambda rows: rows.at("query"), BadPosition, "no query. Use all, a number or last"),
-    "step": (lambda rows: fit_probe(rows, "label", site="X", position="step:2"), BadPosition, "no step"),
+    "query": (lambda rows: rows.at("query"), BadPosition, "Unknown position of given texts or arrays 'query'. Use all, "),
+    "step": (
+        lambda rows: fit_probe(rows, "label", site="X", position="step:2"),
+        BadPosition,
+        "position of given texts or arrays 'step:2'",
+    ),
     "a number": (lambda rows: rows.at(3), BadPosition, "give positions="),
     "last": (lambda rows: rows.at("last"), BadPosition, "give positions="),
     "judge": (lambda rows: judge(rows, draft_layer=0), ProbeError, "have no task"),
@@ -569,7 +573,7 @@ def test_rows_of_a_task_and_of_arrays_are_not_joined(dumped: ProbeRows) -> None:
 
 
 def test_rows_of_a_task_end_with_the_query(dumped: ProbeRows) -> None:
-    with pytest.raises(BadPosition, match="Use query"):
+    with pytest.raises(BadPosition, match=r"Unknown position of a task 'last'\. .* query, "):
         dumped.at("last")
 
 

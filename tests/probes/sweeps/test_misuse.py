@@ -144,8 +144,7 @@ CASES: dict[str, Case] = {
     "positions as text": (lambda: of_arrays(positions=NAMES), BadRows, "row 0 has '0'"),
     "negative position": (lambda: of_arrays(positions=np.arange(N) - 1), BadRows, "row 0 has -1."),
     "groups of another length": (lambda: ProbeRows.of_arrays(X, Y, GROUPS[:9]), BadRows, "The groups have 9 values for 40"),
-    "position foo of arrays": (lambda: of_arrays().at("foo"), BadPosition, "Use all, a number or last."),
-    "position -1 of arrays": (lambda: of_arrays().at(-1), BadPosition, "Use all, a number or last."),
+    "position -1 of arrays": (lambda: of_arrays().at(-1), BadPosition, "-1. Use all, prompt, "),
 }
 
 

@@ -589,7 +589,7 @@ def test_report_on_disk(coin_dump: Dump, report: Report, report_folder: Path) ->
         ({"layers": "2"}, "Invalid layers='2'. Give a list of layers"),
         ({"layers": [1.5]}, "Invalid layers=1.5"),
         ({"layers": [-1]}, "No layer -1. S is stored at layers 0, 1, 2, 3, 4. Give one of these"),
-        ({"positions": 1.5}, "Unknown position '1.5'. Use all, a number"),
+        ({"positions": 1.5}, "Unknown position of a task 1.5. Use all, prompt"),
     ],
 )
 def test_options_that_cannot_be_meant(coin_dump: Dump, options: dict[str, Any], message: str) -> None:
