@@ -26,11 +26,8 @@ SPINE: tuple[tuple[str, ...], ...] = (
     ("engine/model",),
     ("engine/display", "engine/request", "engine/memory"),
     ("engine/passes",),
-    ("engine/lens",),
-    ("engine/proof",),
-    ("engine/loop",),
+    ("engine/proof", "engine/loop"),
     ("engine/serving",),
-    ("engine/transformer_lens",),
     ("engine/engine",),
 )
 """the engine from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
@@ -62,8 +59,8 @@ DOORS = {
     "tasks": {"engine/machine"},
     "boundary": {"engine/errors", "engine/model", "engine/request"},
     "engine/proof": {"weights"},
-    "engine/serving": {"gradients", "rollouts", "views", "weights"},
-    "engine/engine": {"replay", "weights"},
+    "engine/serving": {"engine/engine", "gradients", "rollouts", "views"},
+    "engine/engine": {"replay", "views", "weights"},
     "features": {"views"},
     "rollouts": {"views"},
     "thinking": {"views"},
@@ -260,7 +257,7 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
     "kernels and tasks": ("kernels", "from replaylens import tasks", "kernels imports tasks"),
     "a room above itself": (
         "engine/loop",
-        "from replaylens.engine.serving.core import Core",
+        "from replaylens.engine.serving.branch import Branch",
         "engine/loop imports engine/serving",
     ),
     "neighbours": (

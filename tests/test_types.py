@@ -18,8 +18,9 @@ from mypy import api
 import replaylens as rl
 from replaylens.dumps.maker import PlanKeywords, ReplayKeywords, make_plan
 from replaylens.engine.request.values import defines, named_options
+from replaylens.engine.serving.assembly import EngineKeywords
 from replaylens.engine.serving.branch import ResampleKeywords
-from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords
+from replaylens.engine.serving.prompting import CaptureKeywords, PromptKeywords
 from replaylens.engine.serving.request import GenerateKeywords, Request
 from replaylens.engine.terminal import hidden
 from replaylens.extras.cluster import dump_on_cluster

@@ -8,13 +8,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import lens as readout
-from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.lane import Lane, Turn
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.path import PathView
 from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
 from replaylens.engine.model.text import Text
+from replaylens.engine.passes import lens as readout
+from replaylens.engine.passes.lens import KnownLenses
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import HEAD_SITES, Chunk, Joined, PassTap, RowSlice

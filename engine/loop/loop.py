@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.errors import EngineError, InternalError
-from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.commit import Committer, Endings, Outcome, PassRows, Verdict, drafted, judged, overruled
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
@@ -20,6 +19,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.batch import Segment, finite, not_finite
+from replaylens.engine.passes.lens import KnownLenses
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.scores import Scorer, score

@@ -25,9 +25,9 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
+    from replaylens.engine.passes.cpu import Products
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
-    from replaylens.engine.passes.products import Products
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
 # Taps that edit the sites of a pass, one segment after another. On a GPU, edits run as an `EditProgram`.
@@ -263,7 +263,7 @@ class Runner:
     @cached_property
     def products(self) -> "Products":
         """The products of a CPU."""
-        from replaylens.engine.passes.products import Products  # its kernels load a compiler, which a GPU does not need
+        from replaylens.engine.passes.cpu import Products  # its kernels load a compiler, which a GPU does not need
 
         return Products()
 

@@ -7,25 +7,20 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from torch import Tensor
 
 from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.loop.lane import Lane, Statistics
-from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
-from replaylens.engine.model.sites import STATE, SiteTable, layer_of, numbered
-from replaylens.engine.model.text import Text
-from replaylens.engine.proof.trace import Trace
-from replaylens.engine.records import Fingerprint
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus
+from replaylens.engine.model.sites import STATE, layer_of, numbered
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_int, defines, hides, integer, named_options, renamed
+from replaylens.engine.request.values import as_instance, as_int, defines, hides, integer, named_options, renamed
 from replaylens.engine.serving.forest import Completer, Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import At, GenerateKeywords, NotCopyable, Request, Stream, chosen, logits_of
@@ -34,6 +29,7 @@ from replaylens.engine.terminal import defer_interrupt
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from replaylens.engine.engine import Engine
     from replaylens.gradients.gradients import AnyMetric, Gradients
     from replaylens.rollouts.drawing import Replacement
     from replaylens.rollouts.plan import Answer, ForkPositions, KeptPlaces
@@ -84,49 +80,6 @@ MAX_FORKS = 1 << 16
 """per call: more is likely a mistake, and takes minutes"""
 
 
-class Owner(Protocol):
-    """What a branch needs from its engine."""
-
-    text: Text
-    sites: SiteTable
-    tree: BranchTree
-    loop: Loop
-    forest: Forest
-    lock: EngineLock
-
-    @property
-    def fingerprint(self) -> Fingerprint: ...
-
-    @property
-    def trace(self) -> Trace:
-        """The engine's recorded events; BadRequest if it keeps none."""
-        ...
-
-    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
-        """Serve one request on each branch, all together."""
-        ...
-
-    def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
-        """Ids of single tokens, given as text or ids."""
-        ...
-
-    def placed(self, edits: Sequence[Edit], length: int) -> tuple[PlacedEdit, ...]:
-        """The edits of a branch with `length` tokens."""
-        ...
-
-    def open_stream(self, branch: Branch, request: Request) -> Stream:
-        """Start a request on a branch and stream its tokens."""
-        ...
-
-    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
-        """Append given tokens to each branch."""
-        ...
-
-    def _target(self, target: str | int) -> int:
-        """The id of a token, given as text or id."""
-        ...
-
-
 class ResampleKeywords(TypedDict, total=False):
     """How rollouts are drawn. `Branch.resample` documents it."""
 
@@ -159,18 +112,21 @@ class Branch(NotCopyable):
     _process_ends = staticmethod(sys.is_finalizing)
     """bound here: at the end of the process, modules lose their names before a generator's `with` block ends"""
 
-    def __init__(self, engine: Owner, lane: Lane) -> None:
-        self.engine: Owner = engine
+    def __init__(self, engine: Engine, lane: Lane) -> None:
+        self.engine: Engine = engine
         self.lane = lane
         self.id = lane.branch
         self.lock: EngineLock = engine.lock
-        self.record: BranchRecord = lane.record
-        """its record in the tree; kept here so that a released branch can still be read"""
         self.lifetime = lifetime_of(engine.forest, lane)
         """shared by all handles on the branch; once the last one is gone, the branch is released"""
 
     def __repr__(self) -> str:
         return f"Branch({self.id}, {self.length} tokens, {self.status.value}, {self.text[-40:]!r})"
+
+    @property
+    def record(self) -> BranchRecord:
+        """Its record in the tree, which outlives its release."""
+        return self.lane.record
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -507,3 +463,11 @@ class Branch(NotCopyable):
         self.lock.tidy()
         if self.lane.unread or self.lane.queued:
             raise BadRequest(f"Branch {self.id} is busy with another request. Finish it or close its stream first.")
+
+
+def own_branch(engine: Engine, branch: Branch) -> Branch:
+    """The branch; BadRequest if it is not a Branch of this engine."""
+    as_instance("branch", branch, Branch, "a Branch, such as prompt(...) returns")
+    if branch.engine is not engine:
+        raise BadRequest(f"Branch {branch.id} belongs to another engine. Prompt this engine with its tokens.")
+    return branch

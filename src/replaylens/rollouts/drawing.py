@@ -46,8 +46,8 @@ from replaylens.rollouts.plan import (
 from replaylens.rollouts.rollouts import Rollout, Rollouts, Row, WaveFolder
 
 if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
     from replaylens.engine.serving.branch import Branch
-    from replaylens.engine.serving.core import Core
 
 # ---- waves -----------------------------------------------------------------------------------------------------------
 # `Waves`: rollouts of a plan, some at a time, as forks of one branch that are computed together.
@@ -523,7 +523,7 @@ def _row_size(engine: Resampler, plan: ResamplePlan, capture: CaptureSpec) -> in
     return sum(prod(size or longest for size in shape) for shape in shapes)
 
 
-def chain_of(engine: Core, prompt: Prompt, chain: str | Sequence[int] = "") -> Branch:
+def chain_of(engine: Engine, prompt: Prompt, chain: str | Sequence[int] = "") -> Branch:
     """A branch with a prompt (text, token ids or a chat) and, after it, a chain to resample."""
     branch: Branch = engine.prompt(prompt)
     return branch.force(chain) if chain else branch

@@ -19,7 +19,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.request.placing import place
 from replaylens.engine.serving.request import chosen
-from replaylens.engine.transformer_lens import slice_of
+from replaylens.engine.serving.transformer_lens import slice_of
 from replaylens.tasks.texts import GivenTexts
 from replaylens.weights import loading
 from tests.devices import DEVICES, covering

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadFile, BadRequest, BadWeights, FingerprintMismatch
-from replaylens.engine.lens import lens
-from replaylens.engine.lens import lens as readout
-from replaylens.engine.lens import lens as tuned
-from replaylens.engine.lens import lens as tuned_lens
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes import lens
+from replaylens.engine.passes import lens as readout
+from replaylens.engine.passes import lens as tuned
+from replaylens.engine.passes import lens as tuned_lens
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.engine.records import LensSpec
 from replaylens.weights import loading
 from tests.families import hugging_face

@@ -240,11 +240,11 @@ def _next_token(logits: Tensor, tokens: Tensor, logprob: Tensor, entropy: Tensor
 def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int], ranked: bool = False) -> Rows:
     n, layers, d = stacked.shape
     if runner.device == "cuda" and not ranked:
-        from replaylens.engine.lens import cuda as cuda_lens  # its kernel needs triton
+        from replaylens.engine.passes import cuda as cuda_lens  # its kernel needs triton
 
         # float32 is portable arithmetic, which the host computes of portable logits
         if spec.fits_kernel and runner.model.config.plain_logits and runner.model.dtype != torch.float32:
-            return cuda_lens.read(spec, runner.model, stacked, emitted)
+            return cuda_lens.read_lens(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
     step = max(1, min(_TOGETHER, _NUMBERS // runner.model.config.vocab_size) // layers)
     for first in range(0, n, step):
