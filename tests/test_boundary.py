@@ -58,6 +58,7 @@ REASONS = {
     "engine.model.decoder": IN_A_PASS,
     "engine.model.layers": IN_A_PASS,
     "engine.request.capture.CaptureSpec": IN_A_PASS,
+    "engine.memory.tree.BranchRecord": "integers and texts",
     "engine.request.capture.Recording.add": IN_A_PASS,
     "engine.request.capture.Recording.end": IN_A_PASS,
     "engine.request.capture.RowBlock": "a protocol",
@@ -113,14 +114,16 @@ def _imported(module: str, name: str) -> list[Any]:
 
 
 def _members(cls: type) -> dict[str, Callable[..., Any]]:
-    """The functions behind the public attributes of a class. A base's are named as the base's."""
+    """The functions behind the public attributes of a class. A base's are named as the base's, one of a file as the file's."""
     found = dict[str, Callable[..., Any]]()
     for owner in cls.__mro__:
         if owner.__module__.startswith("replaylens.") and not issubclass(owner, BaseException):
             for name, value in vars(owner).items():
                 call = _function(value)
                 if call is not None and (name in boundary.SPECIAL or not name.startswith("_")):
-                    found[f"{owner.__module__}.{owner.__qualname__}.{name}"] = call
+                    bound = call.__module__ != owner.__module__ and call.__module__.startswith("replaylens.")
+                    where = call.__module__ if bound else f"{owner.__module__}.{owner.__qualname__}"
+                    found[f"{where}.{call.__name__ if bound else name}"] = call
     return found
 
 
@@ -142,12 +145,21 @@ def _returned(call: Callable[..., Any]) -> Iterator[type]:
         waiting = [typing.get_type_hints(call).get("return")]
     except NameError:  # it names something for type checkers only
         words = re.findall(r"\w+", str(call.__annotations__.get("return")))
-        waiting = [call.__globals__.get(word) for word in words]  # type: ignore[attr-defined]
+        known = _for_checkers(call.__module__) | call.__globals__  # type: ignore[attr-defined]
+        waiting = [known.get(word) for word in words]
     while waiting:
         each = waiting.pop()
         waiting += [part for given in typing.get_args(each) for part in (given if isinstance(given, list) else [given])]
         if isinstance(each, type):
             yield each
+
+
+@cache
+def _for_checkers(module: str) -> dict[str, Any]:
+    """What a file of the engine imports from it for type checkers only."""
+    source = inspect.getsource(import_module(module))
+    found = re.findall(r"^    from (replaylens\.engine[\w.]*) import (.+)$", source, re.MULTILINE)
+    return {name: getattr(import_module(origin), name) for origin, names in found for name in names.split(", ")}
 
 
 def reason(name: str, reasons: Iterable[str]) -> str | None:

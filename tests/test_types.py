@@ -58,7 +58,7 @@ except rl.errors.BadRequest:
 BAD = {
     "a misspelt keyword": (
         "engine.generate([branch], 2, drafer='lens')",
-        'keyword argument "drafer" for "generate"',
+        'keyword argument "drafer"',
     ),
     "a misspelt keyword of a branch": (
         "branch.generate(2, drafer='lens')",
@@ -73,8 +73,8 @@ BAD = {
         'keyword argument "fold" for "sweep"',
     ),
     "a wrong type that is passed on": ("branch.stream(2, window='x')", 'Argument "window" to "stream"'),
-    "a misspelt keyword of prompt": ("engine.prompt('x', site='S')", 'keyword argument "site" for "prompt"'),
-    "a wrong type": ("engine.generate([branch], '2')", 'Argument 2 to "generate"'),
+    "a misspelt keyword of prompt": ("engine.prompt('x', site='S')", 'keyword argument "site"'),
+    "a wrong type": ("engine.generate([branch], '2')", 'Argument 2 has incompatible type "str"'),
     "a misspelt method": ("engine.generat([branch], 2)", '"Engine" has no attribute "generat"'),
     "a misspelt name": ("rl.Engin", 'no attribute "Engin"'),
     "a misspelt function": ("rl.probes.sweeep", 'no attribute "sweeep"'),

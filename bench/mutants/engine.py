@@ -349,7 +349,7 @@ ENGINE = (
     ),
     Mutant(
         "path-digest-without-the-last-token",
-        "replaylens.engine.proof.trace",
+        "replaylens.engine.memory.path",
         "json.dumps(list(tokens)).encode()",
         "json.dumps(list(tokens)[:-1]).encode()",
         "a recorded path that ends otherwise is found out",

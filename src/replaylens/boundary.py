@@ -227,9 +227,8 @@ def _enclose_class(cls: type) -> None:
         if (name.startswith("_") and name not in SPECIAL) or _inner(cls.__module__, cls.__name__, name):
             continue
         if isinstance(value, FunctionType):
-            if (
-                not hasattr(value, MARK) and value.__code__.co_filename != "<string>"
-            ):  # what a dataclass generates copies values
+            made = value.__code__.co_filename == "<string>"  # what a dataclass generates copies values
+            if not made and not hasattr(value, MARK):
                 setattr(cls, name, _enclosed(value))
         elif type(value) in (staticmethod, classmethod):
             setattr(cls, name, type(value)(_enclosed(value.__func__)))
