@@ -26,8 +26,7 @@ from replaylens.engine.model import sites
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.lens import KnownLenses
-from replaylens.engine.passes.runner import Runner
-from replaylens.engine.passes.transfer import RING_BYTES, SMALLEST_RING
+from replaylens.engine.passes.runner import RING_BYTES, SMALLEST_RING, Runner
 from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.proof.fingerprint import take
 from replaylens.engine.records import Fingerprint
@@ -35,7 +34,7 @@ from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, defines, hides, named_options
-from replaylens.engine.serving import generation, prompting, transformer_lens
+from replaylens.engine.serving import transformer_lens, verbs
 from replaylens.engine.serving.assembly import (
     CPU_ROWS,
     CUDA_LONE_ROWS,
@@ -51,8 +50,8 @@ from replaylens.engine.serving.assembly import (
 from replaylens.engine.serving.branch import Branch, own_branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, reading
-from replaylens.engine.serving.prompting import CaptureKeywords, PromptKeywords
 from replaylens.engine.serving.request import SAMPLING, NotCopyable
+from replaylens.engine.serving.verbs import CaptureKeywords, PromptKeywords
 
 if TYPE_CHECKING:
     from replaylens.engine.proof.trace import Trace
@@ -202,8 +201,8 @@ class Engine(NotCopyable):
 
         The other parameters are those of `Engine` itself.
         """
-        from replaylens.weights.hub import HubOptions
         from replaylens.weights.opening import open_engine
+        from replaylens.weights.source import HubOptions
 
         hub = HubOptions(revision, token, cache_dir, local_files_only)
         how = (device, devices, dtype, tokenizer, adapter, hub, draft_model, guess, check, ranks, rank_timeout)
@@ -278,29 +277,29 @@ class Engine(NotCopyable):
 
     # ---- branches -----------------------------------------------------------------------------------------------
 
-    tokens_of = prompting.tokens_of
-    token_ids_of = prompting.token_ids_of
-    tokenized = prompting.tokenized
-    placed = prompting.placed
-    require_positions = prompting.require_positions
-    capture_spec = prompting.capture_spec
-    prompts = prompting.prompts
-    prompt = prompting.prompt
-    planted = prompting.planted
-    activations = prompting.activations
-    logits = prompting.logits
-    logits_under = prompting.logits_under
-    variants = prompting.variants
-    generate = generation.generate
-    serve = generation.serve
-    stream = generation.stream
-    open_stream = generation.open_stream
-    force_all = generation.force_all
-    cancel = generation.cancel
-    _target = prompting.target_id
-    _check_tokens = prompting.check_tokens
+    tokens_of = verbs.tokens_of
+    token_ids_of = verbs.token_ids_of
+    tokenized = verbs.tokenized
+    placed = verbs.placed
+    require_positions = verbs.require_positions
+    capture_spec = verbs.capture_spec
+    prompts = verbs.prompts
+    prompt = verbs.prompt
+    planted = verbs.planted
+    activations = verbs.activations
+    logits = verbs.logits
+    logits_under = verbs.logits_under
+    variants = verbs.variants
+    generate = verbs.generate
+    serve = verbs.serve
+    stream = verbs.stream
+    open_stream = verbs.open_stream
+    force_all = verbs.force_all
+    cancel = verbs.cancel
+    _target = verbs.target_id
+    _check_tokens = verbs.check_tokens
     _own = own_branch
-    _job = generation.job_of
+    _job = verbs.job_of
 
     def handle(self, lane: Lane) -> Branch:
         """The user's handle on a lane."""
@@ -407,9 +406,10 @@ class Engine(NotCopyable):
 
         sites  capture these instead of the recorded sites
         """
+        from replaylens.engine.proof.trace import Trace
         from replaylens.replay.replayer import replay_trace
 
-        return replay_trace(self, trace, sites)
+        return replay_trace(self, as_instance("trace", trace, Trace, "a Trace, such as engine.trace"), sites)
 
     # ---- TransformerLens ----------------------------------------------------------------------------------------
 

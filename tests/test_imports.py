@@ -19,7 +19,8 @@ import replaylens
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
 SPINE: tuple[tuple[str, ...], ...] = (
-    ("boundary", "moved"),
+    ("moved",),
+    ("boundary",),
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
     ("engine/files", "engine/machine", "engine/records"),
@@ -363,7 +364,7 @@ except AttributeError as error:
 print(json.dumps(found), flush=True)
 """
 TRIPS = {
-    "replaylens.Engine.load('coin-plain')": 90,
+    "replaylens.Engine.load('coin-plain')": 70,
     "replaylens.Dump.open(sys.argv[1])": 27,
     "replaylens.Engine.load('coin-thinking')": 0,
 }

@@ -20,8 +20,8 @@ from replaylens.dumps.maker import PlanKeywords, ReplayKeywords, make_plan
 from replaylens.engine.request.values import defines, named_options
 from replaylens.engine.serving.assembly import EngineKeywords
 from replaylens.engine.serving.branch import ResampleKeywords
-from replaylens.engine.serving.prompting import CaptureKeywords, PromptKeywords
 from replaylens.engine.serving.request import GenerateKeywords, Request
+from replaylens.engine.serving.verbs import CaptureKeywords, PromptKeywords
 from replaylens.engine.terminal import hidden
 from replaylens.extras.cluster import dump_on_cluster
 from replaylens.probes.settings import SweepKeywords, SweepSettings

@@ -638,7 +638,7 @@ ENGINE = (
     ),
     Mutant(
         "equal-draws-ignore-edits",
-        "replaylens.engine.serving.generation",
+        "replaylens.engine.serving.verbs",
         "drawn = (record.fork_position, edits, len(branch.lane.hooks),",
         "drawn = (record.fork_position, (), len(branch.lane.hooks),",
         "the warning is of draws that are equal",

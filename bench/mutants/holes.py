@@ -93,7 +93,7 @@ HOLES = (
     ),
     Mutant(
         "prompt-without-the-last-position",
-        "replaylens.engine.serving.prompting",
+        "replaylens.engine.serving.verbs",
         "    return ids\n\n\ndef target_id",
         "    return ids[: engine.config.max_positions - 1]\n\n\ndef target_id",
         "a prompt may fill all positions of a model",

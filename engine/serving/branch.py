@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from torch import Tensor
 
-from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.memory.tree import BranchRecord, BranchStatus
@@ -282,6 +281,7 @@ class Branch(NotCopyable):
     @reading
     def timeline(self) -> Timeline:
         """The branch's history step by step: prefill, decode, verify, rollback, and the contents of the KV cache."""
+        from replaylens.engine.display import word
         from replaylens.views.pictures import timeline
 
         return timeline(self.engine.trace, self.id, partial(word, self.engine.text), {self.id: self.tokens})

@@ -23,8 +23,8 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, as_list, hides, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.prompting import PromptKeywords
 from replaylens.engine.serving.request import SAMPLING, GenerateKeywords, NotCopyable
+from replaylens.engine.serving.verbs import PromptKeywords
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine

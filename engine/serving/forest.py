@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -18,12 +18,14 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import HOOKED, BranchTree, TokenState
 from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.terminal import defer_interrupt, hidden
+
+if TYPE_CHECKING:
+    from replaylens.engine.proof.trace import Trace
 
 # ---- forest ----------------------------------------------------------------------------------------------------------
 
@@ -38,7 +40,7 @@ class Forest:
     """
 
     def __init__(
-        self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, loop: Loop, lock: EngineLock, trace: Trace | None
+        self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, loop: Loop, lock: EngineLock, trace: "Trace | None"
     ) -> None:
         self.runner, self.tree, self.prefix, self.loop, self.trace = runner, tree, prefix, loop, trace
         self.lock = lock

@@ -196,6 +196,10 @@ class _Finder:
         ):
             if found is not None and type(found.loader) is kind:
                 found.loader = own(name, str(found.origin))
+        if found is None and path is not None:
+            from replaylens import moved
+
+            return moved.found(name)
         return found
 
 

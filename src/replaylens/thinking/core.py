@@ -30,7 +30,8 @@ from replaylens.engine.request.values import as_int, as_list, named_options, sho
 from replaylens.engine.serving.assembly import EngineKeywords
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.lock import changing, reading
-from replaylens.engine.serving.prompting import (
+from replaylens.engine.serving.variants import Variants
+from replaylens.engine.serving.verbs import (
     CaptureKeywords,
     PromptKeywords,
     capture_of,
@@ -38,7 +39,6 @@ from replaylens.engine.serving.prompting import (
     ids_of,
     named_rows,
 )
-from replaylens.engine.serving.variants import Variants
 from replaylens.engine.terminal import defer_interrupt
 from replaylens.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
