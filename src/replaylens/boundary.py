@@ -26,7 +26,7 @@ from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 INNER = """
-boundary cli commands kernels engine.errors engine.terminal weights.zoo
+boundary moved cli commands kernels engine.errors engine.terminal weights.zoo
 engine.loop engine.memory engine.passes thinking.blocks thinking.graphs
 engine.model.config engine.model.decoder weights.family weights.families engine.model.layers
 engine.model.mixers engine.model.modes engine.model.ops engine.model.sites.layer_of
@@ -196,10 +196,11 @@ class _Finder:
         ):
             if found is not None and type(found.loader) is kind:
                 found.loader = own(name, str(found.origin))
-        if found is None and path is not None:
+        above = name.rpartition(".")[0]  # a folder that is called otherwise now has files that are loaded already
+        if found is None or getattr(sys.modules.get(above), "__name__", above) != above:
             from replaylens import moved
 
-            return moved.found(name)
+            return moved.found(name) or found
         return found
 
 
