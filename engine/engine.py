@@ -51,7 +51,6 @@ from replaylens.engine.serving.branch import Branch, own_branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, reading
 from replaylens.engine.serving.request import SAMPLING, NotCopyable
-from replaylens.engine.serving.verbs import CaptureKeywords, PromptKeywords
 
 if TYPE_CHECKING:
     from replaylens.engine.proof.trace import Trace
@@ -61,8 +60,6 @@ if TYPE_CHECKING:
     from replaylens.tasks.task import Example
     from replaylens.tasks.texts import GivenTexts
     from replaylens.weights.opening import Guess
-
-__all__ = ["CaptureKeywords", "Core", "Engine", "EngineKeywords", "PromptKeywords"]
 
 
 @hides(

@@ -20,7 +20,7 @@ from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, defines, hides, integer, named_options, renamed
-from replaylens.engine.serving.forest import Completer, Forest
+from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import At, GenerateKeywords, NotCopyable, Request, Stream, chosen, logits_of
 from replaylens.engine.terminal import defer_interrupt
@@ -204,7 +204,7 @@ class Branch(NotCopyable):
                 "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC'); for the "
                 "rows of rejected drafts, prompt(..., sites='STC', keep_rejected=True)."
             )
-        Completer(self.engine.forest).complete_rows(self.lane)
+        self.engine.forest.complete_rows(self.lane)
         self.lane.recording.require_here()
         return self.lane.recording
 
@@ -221,7 +221,7 @@ class Branch(NotCopyable):
         columns = None if tokens is None else self.engine.token_ids_of(tokens)
         runner, first = self.engine.loop.runner, min(at)
         last = f"blocks.{runner.model.config.num_layers - 1}.hook_out"
-        (rows,) = Completer(self.engine.forest).final_rows([self.lane], [first], last)
+        (rows,) = self.engine.forest.final_rows([self.lane], [first], last)
         found = self.lock.alone(logits_of, runner, rows[[p - first for p in at]], columns)
         return found[0] if integer(positions) is not None else found
 
@@ -250,7 +250,7 @@ class Branch(NotCopyable):
         If the branch gave up its pages to others, the KV is computed again, to the same bits.
         """
         self._check_open()
-        return Completer(self.engine.forest).kv(self.lane)
+        return self.engine.forest.kv(self.lane)
 
     def state(self, layer: int, position: int = -1) -> Tensor:
         """The recurrent state of a hybrid's layer after the token at `position`: [heads, d_key, d_value].
@@ -267,7 +267,7 @@ class Branch(NotCopyable):
             own = numbered(layer_of(each) or 0 for each in table if each.endswith(STATE))
             raise BadRequest(f"Layer {layer} has no recurrent state; layers that have: {own}. Keys and values are in kv().")
         at = as_int("position", position, -self.length, self.length - 1) % self.length
-        (rows,) = Completer(self.engine.forest).final_rows([self.lane], [at], site)
+        (rows,) = self.engine.forest.final_rows([self.lane], [at], site)
         return rows[0]
 
     @reading

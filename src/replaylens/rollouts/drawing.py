@@ -25,7 +25,7 @@ from replaylens.engine.request.capture import CaptureSpec, Recording, picked
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr, token_ids
-from replaylens.engine.serving.forest import Completer, Forest
+from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
 from replaylens.engine.terminal import hidden, pause_collector
 from replaylens.kernels import cpu as portable
@@ -232,7 +232,7 @@ class Waves:
             self.engine.force_all(forks, [answer.after] * len(forks))
         last = f"blocks.{self.engine.config.num_layers - 1}.hook_out"
         tips = [len(fork.record.tokens) - 1 for fork in forks]
-        rows = Completer(forest).final_rows([fork.lane for fork in forks], tips, last)
+        rows = forest.final_rows([fork.lane for fork in forks], tips, last)
         columns = self.engine.token_ids_of(answer.tokens)
         names = [*map(str, answer.tokens)]
         made = []

@@ -27,18 +27,12 @@ from replaylens.engine.request.edits import Edit, Hook, listed, resolve_hooks
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
+from replaylens.engine.serving import verbs
 from replaylens.engine.serving.assembly import EngineKeywords
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
-from replaylens.engine.serving.verbs import (
-    CaptureKeywords,
-    PromptKeywords,
-    capture_of,
-    check_tokens,
-    ids_of,
-    named_rows,
-)
+from replaylens.engine.serving.verbs import CaptureKeywords, PromptKeywords
 from replaylens.engine.terminal import defer_interrupt
 from replaylens.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
@@ -136,8 +130,8 @@ class ThinkingEngine(Engine):
 
         Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
-        capture = capture_of(self, sites, keep_rejected, **stored)
-        return named_rows(self, self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
+        capture = verbs.capture_of(self, sites, keep_rejected, **stored)
+        return verbs.named_rows(self, self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
 
     def _thought_along(
         self,
@@ -205,15 +199,15 @@ class ThinkingEngine(Engine):
     def _chunks(self, text: Prompt, before: int = 0) -> list[int]:
         """Whole chunks of tokens; BadRequest if token ids are not."""
         c = self.thinking.chunk
-        ids = ids_of(self, text, special=before == 0)
+        ids = verbs.ids_of(self, text, special=before == 0)
         if isinstance(text, str) or is_chat(text):
-            return check_tokens(self, list(padded(ids, self.thinking)), before)
+            return verbs.check_tokens(self, list(padded(ids, self.thinking)), before)
         if len(ids) % c:
             raise BadRequest(
                 f"{len(ids)} tokens are not whole chunks of {c}. Pad the prompt with token {self.thinking.pad_token} "
                 "(replaylens.thinking.model.padded), or give text."
             )
-        return check_tokens(self, ids, before)
+        return verbs.check_tokens(self, ids, before)
 
     def variants(self, text: Prompt, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """Not available: a prompt's thoughts depend on the edits before them."""
