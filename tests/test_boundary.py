@@ -328,6 +328,7 @@ def test_no_result_depends_on_one_of_the_modes(name: str, mode: str) -> None:
 UNCALLED = {
     **dict.fromkeys([f"tasks.task.Task.{name}" for name in ("answers", "scene", "vocabulary", "write")], "abstract: texts"),
     "tasks.task.Task.next_action_chance": "abstract; see `test_probabilities_of_tasks_do_not_depend_on_the_rounding`",
+    "engine.serving.branch.Branch.record": "hands over a field",
     "training.recipe.Recipe.sequences": "kept from when the recipe is made",
 }
 """within the boundary, as others are, but no group calls them from outside"""
