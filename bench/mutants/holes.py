@@ -54,8 +54,8 @@ HOLES = (
     Mutant(
         "kv-of-a-preempted-branch",
         "replaylens.engine.serving.forest",
-        "(self.forest.held_kv(lane) if lane.computed >= committed else None)",
-        "self.forest.held_kv(lane)",
+        "(self.held_kv(lane) if lane.computed >= committed else None)",
+        "self.held_kv(lane)",
         "KV of a preempted branch is computed again, not cut short",
         ("tests/engine/serving/test_activations.py",),
     ),
