@@ -292,17 +292,17 @@ def experts_contract() -> Lines:
 @case("engine-gpu.lens", ours="lens", baseline="bare", aim="<= 1.15", needs="gpu", clock="device", cost=True)
 def lens(rows: int = 512) -> Lines:
     """Z at all layers of 512 rows over bare products with the unembedding; first checks that rows ignore the batch."""
-    from replaylens.engine.lens import cuda as cuda_lens
+    from replaylens.engine.passes import cuda as cuda_lens
 
     engine, spec = llama(), LensSpec(())
     stacked = torch.randn(rows, SHAPE.num_layers, SHAPE.d_model, dtype=torch.bfloat16, device="cuda")
-    whole = cuda_lens.read(spec, engine.model, stacked, [7] * rows)
-    alone = cuda_lens.read(spec, engine.model, stacked[100:101], [7])
+    whole = cuda_lens.read_lens(spec, engine.model, stacked, [7] * rows)
+    alone = cuda_lens.read_lens(spec, engine.model, stacked[100:101], [7])
     assert all(torch.equal(alone[name], whole[name][100:101]) for name in alone), "company moved bits of Z"
     weight, by_layer = engine.model.unembed.weight, stacked.transpose(0, 1).contiguous()
     out = torch.empty(rows, SHAPE.vocab_size, dtype=torch.bfloat16, device="cuda")
     arms = {
-        "lens": lambda: cuda_lens.read(spec, engine.model, stacked, [7] * rows),
+        "lens": lambda: cuda_lens.read_lens(spec, engine.model, stacked, [7] * rows),
         "bare": lambda: [torch.mm(x, weight, out=out) for x in by_layer],
     }
     yield Line(f"Z at {SHAPE.num_layers} layers, {rows} rows, over bare products", arms)

@@ -25,7 +25,6 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadFile, FingerprintMismatch, Unsealed
 from replaylens.engine.files import saves_of, write_pair
 from replaylens.engine.request.values import as_path, short_repr, verb
-from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import probe_record
 from replaylens.engine.terminal import hidden
 from replaylens.probes import registry
@@ -129,7 +128,7 @@ class LinearProbe:
         scores = [self.scores(x.reshape(len(x), -1)) for x in rows]
         return TokenScores(self.label, self.classes, [[engine.text.token(t) for t in r.tokens] for r in run], scores)
 
-    def require(self, engine: Core) -> None:
+    def require(self, engine: Engine) -> None:
         """Raise FingerprintMismatch if the probe was fitted on another engine's rows. Those of arrays have no fingerprint."""
         made = self.source.get("fingerprint")
         if made is not None and made != engine.fingerprint.digest:

@@ -23,10 +23,10 @@ from replaylens.dumps.plan import DumpPlan, named
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.rows import assemble
 from replaylens.dumps.rows import probabilities as token_probabilities
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import FingerprintMismatch, UnknownSite, no_such
 from replaylens.engine.model.sites import warn_of_mixed_experts
 from replaylens.engine.request.values import as_instance
-from replaylens.engine.serving.core import Core
 from replaylens.features.features import SparseFeatures
 from replaylens.features.rows import Ids, feature_ids
 from replaylens.probes.arrays import OWN, FromArrays
@@ -182,7 +182,7 @@ class ProbeRows(FromArrays):
     @classmethod
     def of_results(
         cls,
-        engine: Core,
+        engine: Engine,
         plan: DumpPlan,
         results: Sequence[Result],
         probabilities: Callable[[], tuple[np.ndarray, np.ndarray]] | None = None,
@@ -305,7 +305,7 @@ class ProbeRows(FromArrays):
             raise MissingLabel(f"No row has {column!r}. Give it among the labels of rows from arrays; text comes with tokens=.")
         return self.frame[column]
 
-    def require(self, engine: Core) -> None:
+    def require(self, engine: Engine) -> None:
         """Raise FingerprintMismatch if another engine computed the rows, ProbeError if they come from arrays."""
         if self.about.task is None:
             raise ProbeError("These rows come from arrays: no engine is known to have computed them. Leave out the engine.")

@@ -20,8 +20,8 @@ import replaylens
 from replaylens.dumps.maker import plan_of_run
 from replaylens.dumps.plan import DumpPlan
 from replaylens.engine.engine import Engine
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.records import Identifier
 from replaylens.engine.request.edits import Edit

@@ -314,7 +314,7 @@ def _rarer() -> dict[str, Any]:
     from typer.testing import CliRunner
 
     from replaylens.cli import app
-    from replaylens.engine.lens.lens import TunedLens, train
+    from replaylens.engine.passes.lens import TunedLens, train
 
     folder, engine, dump = Path(mkdtemp()), coin(), steps_dump()
     chain = engine.prompt("A coin's state is heads.").force(" Alice flips. Bob flips.")

@@ -20,7 +20,7 @@ from replaylens.cli import app
 from replaylens.dumps.maker import make_plan, write_dump
 from replaylens.engine.display import Citable, picture, stamp_of, stamped
 from replaylens.engine.errors import BadDump, BadFile, BadRequest, FingerprintMismatch
-from replaylens.engine.lens.lens import TunedLens
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.engine.records import Citation, Identifier, digest_of
 from replaylens.probes.report import Report
 from replaylens.rollouts.drawing import redrawn

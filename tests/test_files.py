@@ -25,9 +25,9 @@ from replaylens.commands.reporting import NOT_DONE, OUT_OF_REACH, exit_code
 from replaylens.engine import files
 from replaylens.engine.display import picture
 from replaylens.engine.errors import BadRequest, DumpWriteFailed, EngineError, Unsealed
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import Fingerprint
 from replaylens.extras.bridges.formats import from_probebench, to_probebench

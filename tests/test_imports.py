@@ -19,18 +19,16 @@ import replaylens
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "replaylens"
 SPINE: tuple[tuple[str, ...], ...] = (
-    ("boundary", "moved"),
+    ("moved",),
+    ("boundary",),
     ("tasks", "kernels"),
     ("engine/errors", "engine/terminal"),
     ("engine/files", "engine/machine", "engine/records"),
     ("engine/model",),
     ("engine/display", "engine/request", "engine/memory"),
     ("engine/passes",),
-    ("engine/lens",),
-    ("engine/proof",),
-    ("engine/loop",),
+    ("engine/proof", "engine/loop"),
     ("engine/serving",),
-    ("engine/transformer_lens",),
     ("engine/engine",),
 )
 """the engine from the bottom up: a room may import itself and those below it, never its neighbours or those above"""
@@ -62,8 +60,8 @@ DOORS = {
     "tasks": {"engine/machine"},
     "boundary": {"engine/errors", "engine/model", "engine/request"},
     "engine/proof": {"weights"},
-    "engine/serving": {"gradients", "rollouts", "views", "weights"},
-    "engine/engine": {"replay", "weights"},
+    "engine/serving": {"engine/engine", "gradients", "rollouts", "views"},
+    "engine/engine": {"replay", "views", "weights"},
     "features": {"views"},
     "rollouts": {"views"},
     "thinking": {"views"},
@@ -260,7 +258,7 @@ PLANTED: dict[str, tuple[str | None, str, str]] = {
     "kernels and tasks": ("kernels", "from replaylens import tasks", "kernels imports tasks"),
     "a room above itself": (
         "engine/loop",
-        "from replaylens.engine.serving.core import Core",
+        "from replaylens.engine.serving.branch import Branch",
         "engine/loop imports engine/serving",
     ),
     "neighbours": (
@@ -366,7 +364,7 @@ except AttributeError as error:
 print(json.dumps(found), flush=True)
 """
 TRIPS = {
-    "replaylens.Engine.load('coin-plain')": 91,
+    "replaylens.Engine.load('coin-plain')": 71,
     "replaylens.Dump.open(sys.argv[1])": 27,
     "replaylens.Engine.load('coin-thinking')": 0,
 }

@@ -1478,7 +1478,7 @@ effects(
 @cache
 def translated() -> Any:
     """A tuned lens that reads nothing of layer 1 but a bias towards one token."""
-    from replaylens.engine.lens.lens import TunedLens, unembed_hash
+    from replaylens.engine.passes.lens import TunedLens, unembed_hash
 
     c = coin().config
     weight, bias = torch.zeros(c.num_layers, c.d_model, c.d_model), torch.zeros(c.num_layers, c.d_model)

@@ -20,7 +20,7 @@ from replaylens.dumps.reader import Dump
 from replaylens.dumps.store import Store
 from replaylens.dumps.verify import verify
 from replaylens.engine.errors import ModelMismatch
-from replaylens.engine.lens.lens import LensSpec, statistics
+from replaylens.engine.passes.lens import LensSpec, statistics
 from replaylens.engine.proof import certificates
 from replaylens.extras.graph import Graph, Node
 from replaylens.gradients.attribution import Attribution

@@ -18,9 +18,10 @@ from mypy import api
 import replaylens as rl
 from replaylens.dumps.maker import PlanKeywords, ReplayKeywords, make_plan
 from replaylens.engine.request.values import defines, named_options
+from replaylens.engine.serving.assembly import EngineKeywords
 from replaylens.engine.serving.branch import ResampleKeywords
-from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords
 from replaylens.engine.serving.request import GenerateKeywords, Request
+from replaylens.engine.serving.verbs import CaptureKeywords, PromptKeywords
 from replaylens.engine.terminal import hidden
 from replaylens.extras.cluster import dump_on_cluster
 from replaylens.probes.settings import SweepKeywords, SweepSettings
@@ -57,7 +58,7 @@ except rl.errors.BadRequest:
 BAD = {
     "a misspelt keyword": (
         "engine.generate([branch], 2, drafer='lens')",
-        'keyword argument "drafer" for "generate"',
+        'keyword argument "drafer"',
     ),
     "a misspelt keyword of a branch": (
         "branch.generate(2, drafer='lens')",
@@ -72,8 +73,8 @@ BAD = {
         'keyword argument "fold" for "sweep"',
     ),
     "a wrong type that is passed on": ("branch.stream(2, window='x')", 'Argument "window" to "stream"'),
-    "a misspelt keyword of prompt": ("engine.prompt('x', site='S')", 'keyword argument "site" for "prompt"'),
-    "a wrong type": ("engine.generate([branch], '2')", 'Argument 2 to "generate"'),
+    "a misspelt keyword of prompt": ("engine.prompt('x', site='S')", 'keyword argument "site"'),
+    "a wrong type": ("engine.generate([branch], '2')", 'Argument 2 has incompatible type "str"'),
     "a misspelt method": ("engine.generat([branch], 2)", '"Engine" has no attribute "generat"'),
     "a misspelt name": ("rl.Engin", 'no attribute "Engin"'),
     "a misspelt function": ("rl.probes.sweeep", 'no attribute "sweeep"'),

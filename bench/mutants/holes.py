@@ -54,8 +54,8 @@ HOLES = (
     Mutant(
         "kv-of-a-preempted-branch",
         "replaylens.engine.serving.forest",
-        "(self.forest.held_kv(lane) if lane.computed >= committed else None)",
-        "self.forest.held_kv(lane)",
+        "(self.held_kv(lane) if lane.computed >= committed else None)",
+        "self.held_kv(lane)",
         "KV of a preempted branch is computed again, not cut short",
         ("tests/engine/serving/test_activations.py",),
     ),
@@ -93,9 +93,9 @@ HOLES = (
     ),
     Mutant(
         "prompt-without-the-last-position",
-        "replaylens.engine.serving.generation",
-        "        return ids\n\n    def _target",
-        "        return ids[: self.config.max_positions - 1]\n\n    def _target",
+        "replaylens.engine.serving.verbs",
+        "    return ids\n\n\ndef target_id",
+        "    return ids[: engine.config.max_positions - 1]\n\n\ndef target_id",
         "a prompt may fill all positions of a model",
         ("tests/engine/serving/test_bad_input.py::test_all_positions_of_a_model_can_be_filled",),
     ),

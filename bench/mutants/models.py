@@ -166,7 +166,7 @@ MODELS = (
     ),
     Mutant(
         "bias-before-mlp-includes-mlp",
-        "replaylens.engine.transformer_lens",
+        "replaylens.engine.serving.transformer_lens",
         "block.mlp.b_out if include_mlp_biases and i < layer else None",
         "block.mlp.b_out if include_mlp_biases and i <= layer else None",
         "accumulated_bias(mlp_input=True) leaves the MLP of the layer out",

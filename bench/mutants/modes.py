@@ -31,7 +31,7 @@ MODES = (
     ),
     Mutant(
         "lens-without-hold",
-        "replaylens.engine.lens.lens",
+        "replaylens.engine.passes.lens",
         "    with modes.canonical():\n        if tuned is not None:",
         "    if True:\n        if tuned is not None:",
         "the sums of a lens are taken in the canonical modes",

@@ -127,7 +127,7 @@ SURVIVORS = (
     ),
     Mutant(
         "targets-sorted",
-        "replaylens.engine.lens.lens",
+        "replaylens.engine.passes.lens",
         "log_p[..., list(spec.targets)]",
         "log_p[..., sorted(spec.targets)]",
         "targets are in the order that was asked for",

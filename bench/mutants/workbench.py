@@ -112,7 +112,7 @@ WORKBENCH = (
     ),
     Mutant(
         "embedding-of-a-chosen-cache-left-out",
-        "replaylens.engine.transformer_lens",
+        "replaylens.engine.serving.transformer_lens",
         "return super().__contains__(name) or self._other(name) is not None",
         "return super().__contains__(name)",
         "a cache that holds the embedding by its other name has it",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import replaylens as rl
-from replaylens.engine.transformer_lens import CacheModel
+from replaylens.engine.serving.transformer_lens import CacheModel
 
 PROMPTS = " ".join(
     [

@@ -26,7 +26,7 @@ from sklearn.preprocessing import StandardScaler
 import replaylens as rl
 from bench.studies.common import COLOURS, QUIET, Place, digest, inputs, paired, picture, share
 from bench.studies.told import ShownCoin, ToldBoxes, TwoPeople
-from replaylens.engine.lens.lens import read as read_lens
+from replaylens.engine.passes.lens import read as read_lens
 from replaylens.engine.records import LensSpec
 from replaylens.probes.areas import area, area_gains
 from replaylens.probes.intervals import LEVEL

@@ -8,13 +8,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import lens as readout
-from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.lane import Lane, Turn
 from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.path import PathView
 from replaylens.engine.memory.tree import ORDINARY, BranchTree, TokenState
 from replaylens.engine.model.text import Text
+from replaylens.engine.passes import lens as readout
+from replaylens.engine.passes.lens import KnownLenses
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import HEAD_SITES, Chunk, PassTap, joined_rows, sliced_rows
@@ -247,7 +247,7 @@ class PassRows:
         """Rows of a segment from position `start` on; emitted[i] is the token after the i-th of them, -1: none yet."""
         spec, end = lane.capture, start + len(emitted)
         assert spec is not None
-        positions = self._kept(lane, start, end)
+        positions = lane.kept(start, end)
         if not positions:
             return Chunk(start, end, positions, {})
         packed = self._packed(lane, segment, start, end)
@@ -280,14 +280,10 @@ class PassRows:
             return value[packed[0] : packed[-1] + 1]
         return value[torch.tensor(packed).to(value.device, non_blocking=True)]
 
-    def _kept(self, lane: Lane, start: int, end: int) -> Sequence[int]:
-        assert lane.capture is not None
-        return lane.capture.positions.kept(start, end, lane.record.root_length)
-
     def _packed(self, lane: Lane, segment: int, start: int, end: int) -> Sequence[int]:
         """The packed rows of the positions of [start, end) that the lane keeps."""
         shift = self.result.batch.row(segment, start) - start
-        kept = self._kept(lane, start, end)
+        kept = lane.kept(start, end)
         return range(kept.start + shift, kept.stop + shift, kept.step) if isinstance(kept, range) else [p + shift for p in kept]
 
     def _following(self, turn: Turn, chain: int, verdict: Verdict | None) -> tuple[Sequence[int], list[int]]:
@@ -304,7 +300,7 @@ class PassRows:
         end = turn.start + len(tokens)
         if not lane.capture.rejected and verdict is not None:
             end = turn.end + verdict.num_accepted if chain == verdict.chain else start
-        kept = self._kept(lane, start, max(start, end))
+        kept = lane.kept(start, max(start, end))
         return self._packed(lane, segment, start, max(start, end)), [follows[p - turn.start] for p in kept]
 
 
@@ -428,17 +424,12 @@ class Committer:
             return None
         open_end = end == length and lane.capture.lag > 0
         if not isinstance(rows, PassRows):
-            return Chunk(start, end, self.kept(lane, start, end), rows), open_end
+            return Chunk(start, end, lane.kept(start, end), rows), open_end
         follows = known[start + 1 : end + 1]
         if turn.complete:
             follows = [*known[start + 1 : turn.end], *added[max(0, start + 1 - turn.end) :]]
         emitted = [*follows, -1][: end - start]
         return rows.chunk(lane, turn.segments[outcome.chain], start, emitted), open_end
-
-    def kept(self, lane: Lane, start: int, end: int) -> Sequence[int]:
-        """The positions of [start, end) that the lane captures."""
-        assert lane.capture is not None
-        return lane.capture.positions.kept(start, end, lane.record.root_length)
 
     def _cut_off(
         self, turn: Turn, index: int, num_accepted: int, rows: "PassRows | Mapping[str, Tensor] | None"

@@ -14,7 +14,6 @@ from replaylens.engine.memory.pages import PageTable
 from replaylens.engine.memory.path import Mark, PathView
 from replaylens.engine.passes.batch import Segment
 from replaylens.engine.passes.runner import PassResult, Runner
-from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling, gumbel
@@ -191,13 +190,16 @@ class ModelDrafter:
     width = 1
     reproducible = True
 
-    def __init__(self, runner: Runner, vocab_size: int) -> None:
+    def __init__(self, runner: Runner, vocab_size: int, weights: Callable[[], str]) -> None:
+        """
+        weights  the hash of the draft model's weights
+        """
         if runner.model.config.vocab_size != vocab_size:
             raise BadRequest(
                 f"The draft model has a vocabulary of {runner.model.config.vocab_size} tokens, the model one of {vocab_size}. "
                 "Use a draft model with the same tokenizer."
             )
-        self.runner = runner
+        self.runner, self.weights = runner, weights
         self._known: dict[int, tuple[PageTable, Mark]] = {}  # branch -> its KV here, and the path it holds
 
     def propose(self, calls: list[DraftCall]) -> list[Chains]:
@@ -251,7 +253,7 @@ class ModelDrafter:
         return victim is not None
 
     def settings(self) -> dict[str, str | int]:
-        return {"weights": weights_hash(self.runner.model)}
+        return {"weights": self.weights()}
 
 
 class ForcedDrafter:

@@ -177,6 +177,11 @@ class Lane:
             end -= 1
         return min(self.computed, end) if end < num_tokens else self.computed
 
+    def kept(self, start: int, end: int) -> Sequence[int]:
+        """The positions of [start, end) that it captures."""
+        assert self.capture is not None
+        return self.capture.positions.kept(start, end, self.record.root_length)
+
     def tokens_gone(self, num_tokens: int) -> None:
         """Mutates: drops the captured rows that depend on tokens from `num_tokens` on, which were removed."""
         if self.recording is not None and self.capture is not None:

@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from replaylens.engine.errors import EngineError, InternalError
-from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.admission import Admission
 from replaylens.engine.loop.commit import Committer, Endings, Outcome, PassRows, Verdict, drafted, judged, overruled
 from replaylens.engine.loop.drafters import Chains, DraftCall, Drafter
@@ -20,6 +19,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import BranchTree, TokenState
 from replaylens.engine.model.text import Text
 from replaylens.engine.passes.batch import Segment, finite, not_finite
+from replaylens.engine.passes.lens import KnownLenses
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.scores import Scorer, score
@@ -56,7 +56,7 @@ class Packer:
         if lane.capture is None or lane.recording is None:
             return frozenset()
         longest = turn.end + max(map(len, turn.chains))
-        return lane.capture.needed() if self.committer.kept(lane, turn.start, longest) else frozenset()
+        return lane.capture.needed() if lane.kept(turn.start, longest) else frozenset()
 
     def scored(self, turns: Sequence[Turn]) -> list[Scorer]:
         """Whose scores a pass must have for some turns."""
@@ -81,7 +81,7 @@ class Packer:
         spec, lane = turn.job.lane.capture, turn.job.lane
         if spec is None or lane.recording is None:
             return None
-        kept = self.committer.kept(lane, self.committer.first_to_record(turn), turn.start + steps)
+        kept = lane.kept(self.committer.first_to_record(turn), turn.start + steps)
         if isinstance(kept, range):
             return BurstCapture(spec, range(kept.start - turn.start, kept.stop - turn.start, kept.step))
         return BurstCapture(spec, [position - turn.start for position in kept])
@@ -233,7 +233,7 @@ class Loop:
             own = self.packer.segments(turn)
             turn.segments = list(range(len(segments), len(segments) + len(own)))
             segments += own
-        drafting, committing = _parted(turns)
+        drafting, committing = [turn for turn in turns if turn.drafting], [turn for turn in turns if not turn.drafting]
         tap = PassTap(frozenset().union(*(self.packer.needed(turn) for turn in committing)))
         try:
             for turn in turns:
@@ -330,7 +330,7 @@ class Loop:
         """Commit a turn and report the verdict of its drafts."""
         job, outcome, void, drafted = turn.job, Outcome(), list[int](), any(turn.chains)
         if verdict is not None:
-            if self.listeners and drafted:
+            if self.queue.listeners and drafted:
                 void = overruled(turn, verdict, rows.result)
             outcome = self.endings.cut(turn, verdict)
         rejected_before = len(job.rejected)
@@ -358,11 +358,6 @@ class Loop:
         for turn in turns:
             self.committer.abandon(turn)
             self.queue.end(turn.job, error)
-
-
-def _parted(turns: list[Turn]) -> tuple[list[Turn], list[Turn]]:
-    """(turns that draft, turns that commit)."""
-    return [turn for turn in turns if turn.drafting], [turn for turn in turns if not turn.drafting]
 
 
 def _verifiable(chains: Chains, most: int, width: int, vocab: int) -> Chains:

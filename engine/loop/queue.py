@@ -11,10 +11,10 @@ from typing import Any
 from replaylens.engine.errors import BadRequest, ClosedBranch, EngineError
 from replaylens.engine.loop.drafters import Drafter
 from replaylens.engine.loop.lane import Job, Lane
+from replaylens.engine.memory.path import path_digest
 from replaylens.engine.memory.prefix import PrefixIndex, Trail
 from replaylens.engine.memory.tree import BranchStatus, BranchTree, TokenState
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.trace import path_digest
 from replaylens.engine.request.capture import CaptureSpec
 from replaylens.engine.request.placed import page_keys
 

@@ -8,6 +8,7 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,14 @@ from torch import Tensor
 from replaylens.engine.errors import BadRequest, IntegrityError
 from replaylens.engine.machine import free_memory, total_memory
 from replaylens.engine.memory.pages import PageCopy, PagePool, PageTable
-from replaylens.engine.memory.rooms import Rooms
 from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.terminal import Later
 from replaylens.kernels.definition import CHUNK
+
+if TYPE_CHECKING:
+    from replaylens.engine.memory import rooms
+else:  # most models need none
+    rooms = Later("replaylens.engine.memory.rooms")
 
 _WORTH_SHARING = {"cpu": 1 << 20, "cuda": 16 << 20}
 _COPIED_AT_ONCE = 64
@@ -75,7 +81,7 @@ class KVCache:
         states = (len(recurrent), plan.states + 1, *(mixer.state_shape if mixer else ()))
         self.states = _zeros(states, torch.float32, device)  # in any dtype of the model: errors of a state add up
         self.tails = _zeros((len(recurrent), plan.states + 1, *plan.tail), torch.float32, device)
-        self.rooms = Rooms(pool, plan.entries, plan.states, plan.tail[0]) if plan.chosen else None
+        self.rooms = rooms.Rooms(pool, plan.entries, plan.states, plan.tail[0]) if plan.chosen else None
         """which pages of a hybrid have rooms; None: every page has its own"""
         every = torch.arange(pool.num_pages + 1, dtype=torch.int32)
         self.entry_of = (every if self.rooms is None else torch.from_numpy(self.rooms.entries.of)).to(device)

@@ -4,6 +4,8 @@ A path is a chain of pieces that never change, shared with its forks, and the to
 order (prompt, accepted, pending, draft, rejected), so five numbers say all of them.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
@@ -429,3 +431,8 @@ class Ngrams:
         self._latest.update(zip(runs, range(start, end), strict=False))
         self.end = end
         return self._latest
+
+
+def path_digest(tokens: Sequence[int]) -> str:
+    """A short hash of a token path."""
+    return hashlib.blake2b(json.dumps(list(tokens)).encode(), digest_size=8).hexdigest()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,13 @@ from replaylens.engine.model.layers import (
     refuse_change,
     rotary_table,
 )
-from replaylens.engine.model.mixers import Mixer, mixer_of
 from replaylens.engine.model.ops import AttentionSpec, Heads, Ops, RowOps, Tap, observer, tapped, wanted
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    from replaylens.engine.model import mixers
+else:  # most models have none
+    mixers = Later("replaylens.engine.model.mixers")
 
 # ---- latent ----------------------------------------------------------------------------------------------------------
 # `LatentAttention`: multi-head latent attention (DeepSeek-V2 and V3), whose cache holds one short vector per position.
@@ -341,7 +346,7 @@ class Block(nn.Module):
         self.ln1 = norm() if before and (attends or recurs) else None
         kind = Attention if config.latent is None else LatentAttention
         self.attn: Attention | LatentAttention | None = kind(config, layer) if attends else None
-        self.mixer = mixer_of(config, layer) if recurs else None
+        self.mixer = mixers.mixer_of(config, layer) if recurs else None
         self.ln2 = norm() if before and not config.shared_norm and has_mlp else None
         sparse = config.sparse(layer)
         self.mlp: Mlp | Mixture | None = (Mixture if sparse else Mlp)(config, layer) if has_mlp else None
@@ -349,7 +354,7 @@ class Block(nn.Module):
         self.ln2_post = norm() if after and has_mlp else None
 
     @property
-    def writers(self) -> list[tuple[Attention | LatentAttention | Mixer, tuple[str, NormSites]]]:
+    def writers(self) -> "list[tuple[Attention | LatentAttention | mixers.Mixer, tuple[str, NormSites]]]":
         """The parts that read other positions, in the order in which they write to the stream, with the sites of what they
         write."""
         parts = (self.mixer, self.mixer_sites), (self.attn, self.attn_sites)

@@ -197,7 +197,7 @@ def warn_of_mixed_experts(site: str, at_caller: bool = False) -> None:
 # S  the residual stream entering each block, and leaving the last
 # T  the attention output, as added to the residual stream
 # C  the MLP output, as added to the residual stream
-# Z  the logit lens at every S (not a tensor of the pass: see `engine/lens/`)
+# Z  the logit lens at every S (not a tensor of the pass: see `engine/passes/lens.py`)
 
 LETTERS = "STCZ"
 

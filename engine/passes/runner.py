@@ -18,16 +18,16 @@ from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import FrozenWeights, elsewhere
 from replaylens.engine.model.ops import Ops, RowOps, Tap, wanted
 from replaylens.engine.passes.batch import Batch, Segment, finite
-from replaylens.engine.passes.transfer import RING_BYTES, HostCopy, PendingRows
 from replaylens.engine.request.capture import PassTap, Rows
 from replaylens.engine.request.edits import BatchHook, NamedHook
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
+    from replaylens.engine.passes.cpu import Products
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
-    from replaylens.engine.passes.products import Products
+    from replaylens.engine.passes.transfer import HostCopy
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
 # Taps that edit the sites of a pass, one segment after another. On a GPU, edits run as an `EditProgram`.
@@ -161,6 +161,8 @@ Keep = Literal["host", "device"]
 AnyCache = KVCache | PlacedCache
 
 LENS_ROWS = 256
+RING_BYTES, SMALLEST_RING = 1 << 30, 1 << 16
+"""of the pinned memory through which captured rows leave a GPU: by default, and at least"""
 _WHOLE_PAGE = 64
 """positions per page of a path that is computed alone"""
 
@@ -263,13 +265,15 @@ class Runner:
     @cached_property
     def products(self) -> "Products":
         """The products of a CPU."""
-        from replaylens.engine.passes.products import Products  # its kernels load a compiler, which a GPU does not need
+        from replaylens.engine.passes.cpu import Products  # its kernels load a compiler, which a GPU does not need
 
         return Products()
 
     @cached_property
-    def host_copy(self) -> HostCopy:
+    def host_copy(self) -> "HostCopy":
         """The way of captured rows to the host; made when it is first needed."""
+        from replaylens.engine.passes.transfer import HostCopy
+
         return HostCopy(self.device, self.capture_buffer)
 
     def rows_in_transfer(self, captured: frozenset[str]) -> int:
@@ -508,6 +512,8 @@ class Runner:
         else:
             index = torch.tensor(packed).to(self.device, non_blocking=True)
             groups = [(group, x.index_select(1, index)) for group, x in groups]
+        from replaylens.engine.passes.transfer import PendingRows
+
         sent = PendingRows(groups, 0) if keep == "device" else self.host_copy.send(groups)
         tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
 

@@ -237,9 +237,6 @@ class RowView(PlacedRows):
 # `PendingRows` at once and waits only when somebody looks at it. While the ring is full, `send` waits: memory stays bounded,
 # and nothing is lost.
 
-RING_BYTES = 1 << 30
-"""default size of the ring"""
-SMALLEST_RING = 1 << 16
 _SHARE = 32
 """a piece fills at most this part of the ring, so that the device fills one piece while others are carried on"""
 _WORTH = 1 << 22
@@ -291,7 +288,7 @@ class HostCopy:
     size  bytes of pinned memory; while all are in use, `send` waits. As much ordinary memory is kept for the next rows
     """
 
-    def __init__(self, device: str, size: int = RING_BYTES) -> None:
+    def __init__(self, device: str, size: int) -> None:
         self.ring = RingAllocator(size // _ALIGNED * _ALIGNED)
         with torch.inference_mode(False):  # the rows that need it first may come in inference mode, and later ones not
             self._buffer = torch.empty(self.ring.size, dtype=torch.uint8, pin_memory=device == "cuda")

@@ -12,7 +12,6 @@ import torch
 
 import replaylens
 from replaylens.engine.errors import BadFile, NotCertified
-from replaylens.engine.files import cache_folder
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof import doctor
@@ -79,6 +78,8 @@ def _key(model: Decoder) -> str:
 
 
 def _path(key: str) -> Path:
+    from replaylens.engine.files import cache_folder
+
     return cache_folder() / "certificates" / f"{key[:32]}.json"
 
 

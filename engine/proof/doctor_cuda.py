@@ -13,12 +13,12 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import cuda as cuda_lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool
 from replaylens.engine.model.decoder import Decoder, Mixture
 from replaylens.engine.model.layers import Conv, HeadLinear, Linear, Norm
 from replaylens.engine.model.ops import Recurrence
+from replaylens.engine.passes import cuda as cuda_lens
 from replaylens.engine.passes.cuda import CanonicalCudaOps, HeadOps, require_supported
 from replaylens.engine.proof.doctor import Certificate, Finding
 from replaylens.engine.proof.fingerprint import arithmetic_of
@@ -219,7 +219,7 @@ def _lens(model: Decoder, random: Random, findings: list[Finding]) -> None:
         return
 
     def sums(rows: Tensor) -> Tensor:
-        read = cuda_lens.read(LensSpec(()), model, rows, [0] * len(rows))
+        read = cuda_lens.read_lens(LensSpec(()), model, rows, [0] * len(rows))
         return torch.stack([read["Z.entropy"], read["Z.kl"], read["Z.emitted"]])
 
     compare("lens statistics", random(max(ROWS), 2, model.config.d_model), lambda x: sums(x).movedim(0, -1), findings)

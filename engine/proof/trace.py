@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -180,11 +179,6 @@ class Trace:
 def is_trace(content: bytes) -> bool:
     """Whether a file begins as `Trace.save` writes it, of any format."""
     return content.startswith(b'{"fingerprint":{') and b'"format":' in content.split(b"\n", 1)[0]
-
-
-def path_digest(tokens: Sequence[int]) -> str:
-    """A short hash of a token path."""
-    return hashlib.blake2b(json.dumps(list(tokens)).encode(), digest_size=8).hexdigest()
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -438,7 +438,7 @@ def _tokens(edit: Edit, made: PlacedEdit, dimensions: int) -> tuple[int, ...]:
         return ()
     ids = [token for token in edit.tokens if isinstance(token, int)]  # type: ignore[union-attr]
     if len(ids) < len(edit.tokens):  # type: ignore[arg-type]
-        raise InternalError("The tokens of an edit are still text. `Core.placed` turns them into ids.")
+        raise InternalError("The tokens of an edit are still text. `Engine.placed` turns them into ids.")
     if made.op in ("add", "set") and made.value is not None and made.value.dim() > dimensions:
         raise BadEdit(
             f"tokens was given with a value that has one row per position of {made.site}. Give one row for all positions."

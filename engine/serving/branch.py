@@ -7,27 +7,21 @@ import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Self, TypedDict, Unpack
 
 from torch import Tensor
 
-from replaylens.engine.display import word
 from replaylens.engine.errors import BadRequest, ClosedBranch
 from replaylens.engine.loop.lane import Lane, Statistics
-from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.tree import BranchRecord, BranchStatus, BranchTree
-from replaylens.engine.model.sites import STATE, SiteTable, layer_of, numbered
-from replaylens.engine.model.text import Text
-from replaylens.engine.proof.trace import Trace
-from replaylens.engine.records import Fingerprint
+from replaylens.engine.memory.tree import BranchRecord, BranchStatus
+from replaylens.engine.model.sites import STATE, layer_of, numbered
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.edits import Edit, Hook, resolve_hooks
-from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import require_places, warn_of_no_match
 from replaylens.engine.request.positions import At, chosen
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_int, defines, hides, integer, named_options, renamed
-from replaylens.engine.serving.forest import Completer, Forest
+from replaylens.engine.request.values import as_instance, as_int, defines, hides, integer, named_options, renamed
+from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.serving.request import GenerateKeywords, NotCopyable, Request, Stream, logits_of
 from replaylens.engine.terminal import defer_interrupt
@@ -35,6 +29,7 @@ from replaylens.engine.terminal import defer_interrupt
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from replaylens.engine.engine import Engine
     from replaylens.gradients.gradients import AnyMetric, Gradients
     from replaylens.rollouts.drawing import Replacement
     from replaylens.rollouts.plan import Answer, ForkPositions, KeptPlaces
@@ -85,49 +80,6 @@ MAX_FORKS = 1 << 16
 """per call: more is likely a mistake, and takes minutes"""
 
 
-class Owner(Protocol):
-    """What a branch needs from its engine."""
-
-    text: Text
-    sites: SiteTable
-    tree: BranchTree
-    loop: Loop
-    forest: Forest
-    lock: EngineLock
-
-    @property
-    def fingerprint(self) -> Fingerprint: ...
-
-    @property
-    def trace(self) -> Trace:
-        """The engine's recorded events; BadRequest if it keeps none."""
-        ...
-
-    def serve(self, branches: Sequence[Branch], requests: Sequence[Request], progress: bool = False) -> list[Branch]:
-        """Serve one request on each branch, all together."""
-        ...
-
-    def token_ids_of(self, tokens: Sequence[str | int]) -> list[int]:
-        """Ids of single tokens, given as text or ids."""
-        ...
-
-    def placed(self, edits: Sequence[Edit], length: int) -> tuple[PlacedEdit, ...]:
-        """The edits of a branch with `length` tokens."""
-        ...
-
-    def open_stream(self, branch: Branch, request: Request) -> Stream:
-        """Start a request on a branch and stream its tokens."""
-        ...
-
-    def force_all(self, branches: Sequence[Branch], tokens: Sequence[str | Sequence[int]]) -> list[Branch]:
-        """Append given tokens to each branch."""
-        ...
-
-    def _target(self, target: str | int) -> int:
-        """The id of a token, given as text or id."""
-        ...
-
-
 class ResampleKeywords(TypedDict, total=False):
     """How rollouts are drawn. `Branch.resample` documents it."""
 
@@ -160,18 +112,21 @@ class Branch(NotCopyable):
     _process_ends = staticmethod(sys.is_finalizing)
     """bound here: at the end of the process, modules lose their names before a generator's `with` block ends"""
 
-    def __init__(self, engine: Owner, lane: Lane) -> None:
-        self.engine: Owner = engine
+    def __init__(self, engine: Engine, lane: Lane) -> None:
+        self.engine: Engine = engine
         self.lane = lane
         self.id = lane.branch
         self.lock: EngineLock = engine.lock
-        self.record: BranchRecord = lane.record
-        """its record in the tree; kept here so that a released branch can still be read"""
         self.lifetime = lifetime_of(engine.forest, lane)
         """shared by all handles on the branch; once the last one is gone, the branch is released"""
 
     def __repr__(self) -> str:
         return f"Branch({self.id}, {self.length} tokens, {self.status.value}, {self.text[-40:]!r})"
+
+    @property
+    def record(self) -> BranchRecord:
+        """Its record in the tree, which outlives its release."""
+        return self.lane.record
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -250,7 +205,7 @@ class Branch(NotCopyable):
                 "Nothing was captured on this branch. Ask for sites when you make it, e.g. prompt(..., sites='STC'); for the "
                 "rows of rejected drafts, prompt(..., sites='STC', keep_rejected=True)."
             )
-        Completer(self.engine.forest).complete_rows(self.lane)
+        self.engine.forest.complete_rows(self.lane)
         self.lane.recording.require_here()
         return self.lane.recording
 
@@ -268,7 +223,7 @@ class Branch(NotCopyable):
         columns = None if tokens is None else self.engine.token_ids_of(tokens)
         runner, first = self.engine.loop.runner, min(at)
         last = f"blocks.{runner.model.config.num_layers - 1}.hook_out"
-        (rows,) = Completer(self.engine.forest).final_rows([self.lane], [first], last)
+        (rows,) = self.engine.forest.final_rows([self.lane], [first], last)
         found = self.lock.alone(logits_of, runner, rows[[p - first for p in at]], columns)
         return found[0] if integer(positions) is not None else found
 
@@ -297,7 +252,7 @@ class Branch(NotCopyable):
         If the branch gave up its pages to others, the KV is computed again, to the same bits.
         """
         self._check_open()
-        return Completer(self.engine.forest).kv(self.lane)
+        return self.engine.forest.kv(self.lane)
 
     def state(self, layer: int, position: int = -1) -> Tensor:
         """The recurrent state of a hybrid's layer after the token at `position`: [heads, d_key, d_value].
@@ -314,7 +269,7 @@ class Branch(NotCopyable):
             own = numbered(layer_of(each) or 0 for each in table if each.endswith(STATE))
             raise BadRequest(f"Layer {layer} has no recurrent state; layers that have: {own}. Keys and values are in kv().")
         at = as_int("position", position, -self.length, self.length - 1) % self.length
-        (rows,) = Completer(self.engine.forest).final_rows([self.lane], [at], site)
+        (rows,) = self.engine.forest.final_rows([self.lane], [at], site)
         return rows[0]
 
     @reading
@@ -328,6 +283,7 @@ class Branch(NotCopyable):
     @reading
     def timeline(self) -> Timeline:
         """The branch's history step by step: prefill, decode, verify, rollback, and the contents of the KV cache."""
+        from replaylens.engine.display import word
         from replaylens.views.pictures import timeline
 
         return timeline(self.engine.trace, self.id, partial(word, self.engine.text), {self.id: self.tokens})
@@ -508,3 +464,11 @@ class Branch(NotCopyable):
         self.lock.tidy()
         if self.lane.unread or self.lane.queued:
             raise BadRequest(f"Branch {self.id} is busy with another request. Finish it or close its stream first.")
+
+
+def own_branch(engine: Engine, branch: Branch) -> Branch:
+    """The branch; BadRequest if it is not a Branch of this engine."""
+    as_instance("branch", branch, Branch, "a Branch, such as prompt(...) returns")
+    if branch.engine is not engine:
+        raise BadRequest(f"Branch {branch.id} belongs to another engine. Prompt this engine with its tokens.")
+    return branch

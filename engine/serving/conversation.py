@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import torch
 from torch import Tensor
@@ -23,8 +23,11 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_instance, as_int, as_list, hides, named_options, short_repr
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core, PromptKeywords
 from replaylens.engine.serving.request import SAMPLING, GenerateKeywords, NotCopyable
+from replaylens.engine.serving.verbs import PromptKeywords
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}, with more keys if the template reads them, such as tool_calls or name"""
@@ -74,13 +77,13 @@ class Conversation(NotCopyable):
     @named_options
     def __init__(
         self,
-        engine: Core,
+        engine: Engine,
         messages: Sequence[Message],
         *,
         tools: Sequence[Any] | None = None,
         **options: Unpack[PromptKeywords],
     ) -> None:
-        self.engine, self.tools = as_instance("engine", engine, Core, "an Engine"), tools
+        self.engine, self.tools = engine, tools
         given = [_message(each) for each in as_list("messages", messages, f"a list of messages, each {_MESSAGE}")]
         if not given:
             raise BadRequest(f"A conversation needs at least one message. Give {_MESSAGE}.")

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 from torch import Tensor
@@ -18,12 +18,14 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import HOOKED, BranchTree, TokenState
 from replaylens.engine.model import sites
 from replaylens.engine.passes.runner import Runner
-from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.serving.lock import EngineLock, changing, reading
 from replaylens.engine.terminal import defer_interrupt, hidden
+
+if TYPE_CHECKING:
+    from replaylens.engine.proof.trace import Trace
 
 # ---- forest ----------------------------------------------------------------------------------------------------------
 
@@ -38,7 +40,7 @@ class Forest:
     """
 
     def __init__(
-        self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, loop: Loop, lock: EngineLock, trace: Trace | None
+        self, runner: Runner, tree: BranchTree, prefix: PrefixIndex, loop: Loop, lock: EngineLock, trace: "Trace | None"
     ) -> None:
         self.runner, self.tree, self.prefix, self.loop, self.trace = runner, tree, prefix, loop, trace
         self.lock = lock
@@ -249,7 +251,7 @@ class Forest:
             options = {"deterministic": job.exact, "final": job.final, "keep_rejected": job.keep_pages}
             details: dict[str, Any] = {"n": job.new_tokens, "sampling": job.sampling.to_json(), **options}
             self.note(job.lane, "generate", **details)
-        self.loop.submit(job)
+        self.loop.queue.submit(job)
 
     def wait(self, jobs: Sequence[Job], progress: bool = False) -> None:
         """Wait until submitted jobs are done, stepping the loop if no other thread does. Raises the first error among them."""
@@ -328,6 +330,90 @@ class Forest:
                 lane.recording.check_integrity()
         return lines
 
+    # ---- missing rows -------------------------------------------------------------------------------------------
+    # What a branch lacks is computed on a twin: an untraced fork with the same path, released afterwards. The branch itself may
+    # be busy or closed meanwhile. What is computed becomes the branch's own, if it still lacks it.
+
+    def kv(self, lane: Lane) -> Tensor:
+        """A copy of the KV of all committed tokens [positions, layers, *kv_shape]. Missing KV is computed on a twin,
+        since the branch itself may be busy or closed. Raises OutOfPages if there is no room."""
+        known, committed = self._known_kv(lane)
+        if known is not None:
+            return known
+        with self.made() as lanes, self.quiet():
+            with defer_interrupt():
+                lanes.append(twin := self.fork(lane, committed))
+            twin.capture = twin.recording = None
+            return self._computed(lane, twin, committed)
+
+    def complete_rows(self, lane: Lane) -> None:
+        """Mutates: computes the captured rows that committed tokens lack, on a twin as `kv` does. A fork with edits lacks some
+        until its first request, and so does a branch that was cut back where Z had been read. Does nothing if the lane is
+        released or keeps no rows. Raises OutOfPages if there is no room."""
+        committed, following = self._committed(lane)
+        if committed <= (committed if lane.recording is None else lane.recording.end):
+            return
+        with self.made() as lanes, self.quiet():
+            with defer_interrupt():
+                lanes.append(twin := self.fork(lane, committed + following))
+            self._computed(lane, twin, committed)
+
+    def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
+        """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
+        with self.made() as twins, self.quiet():
+            with defer_interrupt():
+                for lane, start in zip(lanes, first, strict=True):
+                    twins.append(twin := self.fork(lane, len(lane.record.tokens)))
+                    twin.capture = CaptureSpec((site,), last=site)
+                    twin.recording = Recording(start)
+            self.compute(twins)
+            rows = [twin.recording[site] for twin in twins if twin.recording is not None]
+            self.release_all(twins)
+            return rows
+
+    @reading
+    def _committed(self, lane: Lane) -> tuple[int, bool]:
+        """The number of committed tokens, none if the lane is released; and whether another token follows them."""
+        if lane.branch not in self.loop.lanes:
+            return 0, False
+        states = lane.record.states
+        waiting = TokenState.PENDING in states or TokenState.DRAFT in states
+        committed = states.num_committed if waiting else len(states)
+        return committed, committed < len(states)
+
+    @reading
+    def _known_kv(self, lane: Lane) -> tuple[Tensor | None, int]:
+        """The KV of all committed tokens, None if some is missing; and the number of these tokens."""
+        committed, _ = self._committed(lane)
+        return (self.held_kv(lane) if lane.computed >= committed else None), committed
+
+    def _computed(self, lane: Lane, twin: Lane, length: int) -> Tensor:
+        """Compute the twin, and return `_taken_over`. Requests of other threads may take the pages of an idle twin before."""
+        while True:
+            self.compute([twin])
+            if (kv := self._taken_over(lane, twin, length)) is not None:
+                return kv
+
+    @changing
+    def _taken_over(self, lane: Lane, twin: Lane, length: int) -> Tensor | None:
+        """The twin's KV of the first `length` tokens. Its pages and rows become the lane's, if the lane still lacks them.
+        Releases the twin. None, and nothing changes, if the twin has lost its pages."""
+        if twin.computed < length:
+            return None
+        twin.computed = length
+        self.runner.pool.truncate(twin.table, length)
+        kv, path = self.held_kv(twin), len(twin.record.tokens)
+        if lane.branch in self.loop.lanes and self.tree.common_prefix(lane.branch, twin.branch) == path:
+            if lane.computed < length:
+                lane.table, twin.table, lane.computed = twin.table, lane.table, length
+                for each in (lane, twin):
+                    self.loop.reservations.note(each)
+            if twin.recording is not None and lane.recording is not None and lane.recording.end < length:
+                twin.recording.truncate(length)
+                lane.recording.take_over(twin.recording)
+        self.release(twin)
+        return kv
+
     # ---- the trace ----------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -371,96 +457,3 @@ def _weakly(listen: "WeakMethod[Listener]") -> Listener:
             method(event)
 
     return told
-
-
-# ---- completer -------------------------------------------------------------------------------------------------------
-# `Completer`: what a branch lacks, computed on a twin: an untraced fork with the same path, released afterwards.
-#
-# The branch itself may be busy or closed meanwhile. What is computed becomes the branch's own, if it still lacks it.
-
-
-class Completer:
-    """Completes KV and captured rows of the lanes of one forest. Its methods wait for passes."""
-
-    def __init__(self, forest: Forest) -> None:
-        self.forest, self.lock = forest, forest.lock
-
-    def kv(self, lane: Lane) -> Tensor:
-        """A copy of the KV of all committed tokens [positions, layers, *kv_shape]. Missing KV is computed on a twin,
-        since the branch itself may be busy or closed. Raises OutOfPages if there is no room."""
-        known, committed = self._known_kv(lane)
-        if known is not None:
-            return known
-        with self.forest.made() as lanes, self.forest.quiet():
-            with defer_interrupt():
-                lanes.append(twin := self.forest.fork(lane, committed))
-            twin.capture = twin.recording = None
-            return self._computed(lane, twin, committed)
-
-    def complete_rows(self, lane: Lane) -> None:
-        """Mutates: computes the captured rows that committed tokens lack, on a twin as `kv` does. A fork with edits lacks some
-        until its first request, and so does a branch that was cut back where Z had been read. Does nothing if the lane is
-        released or keeps no rows. Raises OutOfPages if there is no room."""
-        committed, following = self._committed(lane)
-        if committed <= (committed if lane.recording is None else lane.recording.end):
-            return
-        with self.forest.made() as lanes, self.forest.quiet():
-            with defer_interrupt():
-                lanes.append(twin := self.forest.fork(lane, committed + following))
-            self._computed(lane, twin, committed)
-
-    def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
-        """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
-        with self.forest.made() as twins, self.forest.quiet():
-            with defer_interrupt():
-                for lane, start in zip(lanes, first, strict=True):
-                    twins.append(twin := self.forest.fork(lane, len(lane.record.tokens)))
-                    twin.capture = CaptureSpec((site,), last=site)
-                    twin.recording = Recording(start)
-            self.forest.compute(twins)
-            rows = [twin.recording[site] for twin in twins if twin.recording is not None]
-            self.forest.release_all(twins)
-            return rows
-
-    @reading
-    def _committed(self, lane: Lane) -> tuple[int, bool]:
-        """The number of committed tokens, none if the lane is released; and whether another token follows them."""
-        if lane.branch not in self.forest.loop.lanes:
-            return 0, False
-        states = lane.record.states
-        waiting = TokenState.PENDING in states or TokenState.DRAFT in states
-        committed = states.num_committed if waiting else len(states)
-        return committed, committed < len(states)
-
-    @reading
-    def _known_kv(self, lane: Lane) -> tuple[Tensor | None, int]:
-        """The KV of all committed tokens, None if some is missing; and the number of these tokens."""
-        committed, _ = self._committed(lane)
-        return (self.forest.held_kv(lane) if lane.computed >= committed else None), committed
-
-    def _computed(self, lane: Lane, twin: Lane, length: int) -> Tensor:
-        """Compute the twin, and return `_taken_over`. Requests of other threads may take the pages of an idle twin before."""
-        while True:
-            self.forest.compute([twin])
-            if (kv := self._taken_over(lane, twin, length)) is not None:
-                return kv
-
-    @changing
-    def _taken_over(self, lane: Lane, twin: Lane, length: int) -> Tensor | None:
-        """The twin's KV of the first `length` tokens. Its pages and rows become the lane's, if the lane still lacks them.
-        Releases the twin. None, and nothing changes, if the twin has lost its pages."""
-        if twin.computed < length:
-            return None
-        twin.computed = length
-        self.forest.runner.pool.truncate(twin.table, length)
-        kv, path = self.forest.held_kv(twin), len(twin.record.tokens)
-        if lane.branch in self.forest.loop.lanes and self.forest.tree.common_prefix(lane.branch, twin.branch) == path:
-            if lane.computed < length:
-                lane.table, twin.table, lane.computed = twin.table, lane.table, length
-                for each in (lane, twin):
-                    self.forest.loop.reservations.note(each)
-            if twin.recording is not None and lane.recording is not None and lane.recording.end < length:
-                twin.recording.truncate(length)
-                lane.recording.take_over(twin.recording)
-        self.forest.release(twin)
-        return kv

@@ -148,10 +148,10 @@ class Stream(NotCopyable, Iterator[int]):
 
     def __init__(self, forest: Forest, job: Job) -> None:
         """Precondition: the job is queued, and no step was made since."""
-        self.forest, self.job, self.record = forest, job, job.lane.record
+        self.forest, self.job = forest, job
         self.lock: EngineLock = forest.lock
-        self._start = len(self.record.tokens)
-        self._pending = self.record.states[-1] is TokenState.PENDING
+        self._start = len(self.job.lane.record.tokens)
+        self._pending = self.job.lane.record.states[-1] is TokenState.PENDING
         self._closed = False
         job.lane.streamed = job
 
@@ -171,10 +171,10 @@ class Stream(NotCopyable, Iterator[int]):
     def _next_token(self) -> int | None:
         """The next committed token; None: there is none yet."""
         at = self._start + self.job.num_yielded
-        if self._closed or at >= len(self.record.tokens):
+        if self._closed or at >= len(self.job.lane.record.tokens):
             return None
         self.job.num_yielded += 1
-        return self.record.tokens[at]
+        return self.job.lane.record.tokens[at]
 
     def _wait(self, seen: int) -> None:
         """Wait until the request has generated more than `seen` tokens or ended. An interrupt closes the stream."""
@@ -200,7 +200,7 @@ class Stream(NotCopyable, Iterator[int]):
         if lane.branch not in self.forest.loop.lanes:
             return  # released: its record stays as it was
         end, pending = self._start + job.num_yielded, self._pending or job.num_yielded > 0
-        if end < len(self.record.tokens) or (pending and self.record.states[-1] is not TokenState.PENDING):
+        if end < len(self.job.lane.record.tokens) or (pending and self.job.lane.record.states[-1] is not TokenState.PENDING):
             self.forest.rollback(lane, end, pending)
 
     @changing

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, no_such
 from replaylens.engine.loop.lane import Job, Lane
-from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import STATE, table
 from replaylens.engine.records import ProbeRecord, TensorRecord
 from replaylens.engine.request.capture import HEAD_SITES, Recording
@@ -29,8 +28,11 @@ from replaylens.engine.request.placed import Op, tensor_from_json, tensor_to_jso
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.scores import Scorer, Scores, scorers
 from replaylens.engine.request.values import as_bool, as_float, as_instance, as_list, hides, named_options, short_repr
-from replaylens.engine.serving.branch import Branch, Owner
+from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import GenerateKeywords, Request, Stream
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
 
 Stop = float | Mapping[str, float] | Callable[[Scores], bool]
 """a threshold of the only probe; thresholds by name, any of which
@@ -100,25 +102,11 @@ def _check_lines(name: str, probe: Probe) -> None:
 # ---- watch -----------------------------------------------------------------------------------------------------------
 
 
-class Watching(Owner, Protocol):
-    """What a watch needs from its engine."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def prompt(self) -> Callable[..., Branch]: ...
-
-    def _job(self, branch: Any, request: Request) -> Job: ...
-
-    def _own(self, branch: Any) -> Any: ...
-
-
 @hides("records", "scored", "unscored")
 class Watch:
     """Probes on an engine. Make one with `engine.watch`. Immutable, and holds no rows."""
 
-    def __init__(self, engine: Watching, probes: Probe | Mapping[str, Probe]) -> None:
+    def __init__(self, engine: Engine, probes: Probe | Mapping[str, Probe]) -> None:
         if isinstance(probes, list | tuple | set):
             raise BadRequest(f"Invalid probes={short_repr(probes)}. Give a dict from names to probes, or a single probe.")
         given = probes if isinstance(probes, Mapping) else {getattr(probes, "label", "probe"): probes}

@@ -5,7 +5,7 @@ Modules load on first use, so `import replaylens` is fast.
 
 from typing import TYPE_CHECKING
 
-from replaylens import boundary, moved
+from replaylens import boundary
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens import errors as errors
@@ -41,7 +41,6 @@ PUBLISHED = ""
 """where the project is published; README, pyproject.toml and CITATION.cff say the same, and nothing while this is empty"""
 
 boundary.install()
-moved.install()
 
 _WHERE = {
     "Answer": "replaylens.rollouts.plan:Answer",

@@ -26,11 +26,10 @@ from types import FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 INNER = """
-boundary cli commands kernels engine.errors engine.terminal weights.zoo
+boundary moved cli commands kernels engine.errors engine.terminal weights.zoo
 engine.loop engine.memory engine.passes thinking.blocks thinking.graphs
 engine.model.config engine.model.decoder weights.family weights.families engine.model.layers
 engine.model.mixers engine.model.modes engine.model.ops engine.model.sites.layer_of
-engine.lens.lens.KnownLenses engine.lens.lens.log_softmax engine.lens.lens.read_there engine.lens.lens.statistics
 engine.request.placed engine.request.scores engine.request.values engine.request.edits.listed
 engine.request.edits.BatchHook engine.request.edits.NamedHook
 engine.request.capture.CaptureSpec engine.request.capture.Chunk engine.request.capture.LazyRows
@@ -44,9 +43,13 @@ dumps.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.servin
 engine.model.text.Text.decode engine.model.text.Text.eos_id probes.controls.Goal.outputs
 """
 """what is not enclosed: what runs within passes, what computes no floats, and the command line, which has no caller"""
-ENTRIES = "engine.model.decoder.Decoder.__init__ engine.model.decoder.Decoder.initialize tasks.coin.p_even"
+ENTRIES = """
+engine.model.decoder.Decoder.__init__ engine.model.decoder.Decoder.initialize tasks.coin.p_even
+engine.passes.lens.TunedLens engine.passes.lens.next_token engine.passes.lens.read engine.passes.lens.read_ranked
+engine.passes.lens.train engine.passes.lens.unembed_hash
+"""
 PROBABILITIES = ("next_action_chance", "outcomes")
-"""what of it is, nevertheless: callers make models of their own, and these two methods of tasks divide"""
+"""what of it is, nevertheless: callers make models and lenses of their own, and these two methods of tasks divide"""
 MARK = "__replaylens_enclosed__"
 """an attribute of functions that are enclosed"""
 SPECIAL = frozenset(
@@ -194,6 +197,11 @@ class _Finder:
         ):
             if found is not None and type(found.loader) is kind:
                 found.loader = own(name, str(found.origin))
+        above = name.rpartition(".")[0]  # a folder that is called otherwise now has files that are loaded already
+        if found is None or getattr(sys.modules.get(above), "__name__", above) != above:
+            from replaylens import moved
+
+            return moved.found(name) or found
         return found
 
 
@@ -225,7 +233,8 @@ def _enclose_class(cls: type) -> None:
         if (name.startswith("_") and name not in SPECIAL) or _inner(cls.__module__, cls.__name__, name):
             continue
         if isinstance(value, FunctionType):
-            if value.__code__.co_filename != "<string>":  # what a dataclass generates copies values
+            made = value.__code__.co_filename == "<string>"  # what a dataclass generates copies values
+            if not made and not hasattr(value, MARK):
                 setattr(cls, name, _enclosed(value))
         elif type(value) in (staticmethod, classmethod):
             setattr(cls, name, type(value)(_enclosed(value.__func__)))

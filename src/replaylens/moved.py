@@ -1,8 +1,6 @@
 """Modules that stood elsewhere in 0.1: their old names lead to the new modules, with a warning, for one version."""
 
-import sys
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
@@ -17,6 +15,11 @@ MOVED = {
     "engine.resampling": "rollouts",
     "engine.gradients.replacement": "extras.replacement",
     "engine.cluster": "extras.cluster",
+    "engine.lens": "engine.passes",
+    "engine.serving.core": "engine.engine",
+    "engine.serving.generation": "engine.serving.verbs",
+    "engine.transformer_lens": "engine.serving.transformer_lens",
+    "engine.passes.products": "engine.passes.cpu",
     "engine.passes.ranks": "extras.ranks",
     "workbench.graph": "extras.graph",
     "workbench.attribution": "extras.attribution",
@@ -24,11 +27,6 @@ MOVED = {
     "bridges": "extras.bridges",
 }
 """old name below `replaylens` -> new name; what stands below a folder moved with it"""
-
-
-def install() -> None:
-    """Mutates: the old names can be imported from now on."""
-    sys.meta_path.insert(0, _OldNames())
 
 
 def new_name(name: str) -> str | None:
@@ -40,15 +38,14 @@ def new_name(name: str) -> str | None:
     return None
 
 
-class _OldNames:
-    """Finds old names only."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not name.startswith("replaylens.") or (new := new_name(name)) is None:
-            return None
-        warnings.warn(f"{name} is {new} now; the old name goes with the next version.", DeprecationWarning, stacklevel=2)
-        module = import_module(new)
-        return ModuleSpec(name, _Same(module, module.__spec__))
+def found(name: str) -> ModuleSpec | None:
+    """The module of an old name, with a warning; None for other names. `src/replaylens/boundary.py` asks for names without a
+    file."""
+    if (new := new_name(name)) is None:
+        return None
+    warnings.warn(f"{name} is {new} now; the old name goes with the next version.", DeprecationWarning, stacklevel=3)
+    module = import_module(new)
+    return ModuleSpec(name, _Same(module, module.__spec__))
 
 
 class _Same(Loader):

@@ -30,9 +30,9 @@ from replaylens.dumps.store import Store
 from replaylens.dumps.verify import verify
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest, UnknownSite
-from replaylens.engine.lens import lens
-from replaylens.engine.lens.lens import TunedLens, unembed_hash
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes import lens
+from replaylens.engine.passes.lens import TunedLens, unembed_hash
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
@@ -650,7 +650,7 @@ def test_without_probabilities_the_unembedding_is_not_run(
     def refuse(*_: Any) -> None:
         raise AssertionError("next_token was called")
 
-    monkeypatch.setattr("replaylens.engine.lens.lens.next_token", refuse)
+    monkeypatch.setattr("replaylens.engine.passes.lens.next_token", refuse)
     maker = ShardMaker(engine, planned(probabilities=False, sites="T"))
     assert maker.wanted == list(engine.sites.per_layer("T"))
     assert len(maker.make(0)) and maker.make(0).index.column("entropy").null_count

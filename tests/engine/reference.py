@@ -14,13 +14,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import lens
 from replaylens.engine.model import sites
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Linear
+from replaylens.engine.passes import lens
 from replaylens.engine.passes.batch import Segment
-from replaylens.engine.passes.products import Products
+from replaylens.engine.passes.cpu import Products
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import PassTap, Rows

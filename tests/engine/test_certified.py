@@ -180,7 +180,7 @@ class Certified(RuleBasedStateMachine):
     @classmethod
     def planted(cls, path: tuple[int, ...], edits: tuple[PlacedEdit, ...]) -> Branch:
         engine = cls.fresh_plain()
-        lane = engine.forest.plant(list(path), engine._wanted(SITES, False), edits)
+        lane = engine.forest.plant(list(path), engine.capture_spec(SITES), edits)
         engine.forest.compute([lane])
         return engine.handle(lane)
 

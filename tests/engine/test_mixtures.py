@@ -16,7 +16,7 @@ from replaylens.engine.errors import BadEdit, BadRequest, Caveat, UnsupportedMod
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import cpu
-from replaylens.engine.passes.products import Products
+from replaylens.engine.passes.cpu import Products
 from replaylens.engine.request.edits import Edit
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer

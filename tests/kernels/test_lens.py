@@ -3,11 +3,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from replaylens.engine.lens import cuda as cuda_lens
-from replaylens.engine.lens import lens as host_lens
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes import cuda as cuda_lens
+from replaylens.engine.passes import lens as host_lens
 from replaylens.engine.records import LensSpec
 from replaylens.kernels import reference
 from replaylens.kernels.launch import lens_shape
@@ -119,7 +119,7 @@ def test_z_is_that_of_whole_distributions(targets):
     model = Decoder(CONFIG).initialize(0).requires_grad_(False).to(device)
     stacked = torch.randn(5, 3, 32, generator=torch.Generator().manual_seed(0)).to(device)
     emitted, spec = [4, 0, -1, 50, 96], LensSpec(("a", "b", "c"), top_k=4, targets=targets)
-    found = cuda_lens.read(spec, model, stacked, emitted)
+    found = cuda_lens.read_lens(spec, model, stacked, emitted)
     logits = model.logits(stacked.reshape(15, 32), SequenceOps([15])).cpu()
     want = host_lens.statistics(spec, logits.log_softmax(-1).view(5, 3, -1), emitted)
     assert found.keys() == want.keys()
@@ -127,5 +127,5 @@ def test_z_is_that_of_whole_distributions(targets):
         assert found[name].dtype == value.dtype and found[name].is_contiguous()
         torch.testing.assert_close(found[name].cpu(), value, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert not found["Z.kl"][:, -1].any()
-    there = cuda_lens.read(spec, model, stacked.cpu(), emitted)  # rows that were captured lie on the host
+    there = cuda_lens.read_lens(spec, model, stacked.cpu(), emitted)  # rows that were captured lie on the host
     assert all(torch.equal(there[name].nan_to_num(9.0), found[name].nan_to_num(9.0)) for name in found)

@@ -20,8 +20,8 @@ from replaylens.engine.proof import doctor_cuda
 from replaylens.engine.proof.doctor import Finding
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.edits import Edit
+from replaylens.engine.serving.assembly import replay_on_devices
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import replay_on_devices
 from replaylens.extras import ranks as ranks_file
 from replaylens.extras.ranks import Follower, Ranks, SplitWeight
 from replaylens.weights.loading import load

@@ -13,9 +13,9 @@ from replaylens import Edit, tasks
 from replaylens.engine import transformer_lens
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, Caveat, UnknownSite
-from replaylens.engine.lens import lens as tuned_lens
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.sites import KEY_SITES
+from replaylens.engine.passes import lens as tuned_lens
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.weights import loading
 from tests.families import hugging_face
 from tests.replay.bridges import bridge

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import sites
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.ops import Ops
+from replaylens.engine.passes import lens
 from replaylens.engine.passes.batch import Batch, Segment
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.request.capture import PassTap, Rows

@@ -30,6 +30,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving import verbs
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.thinking.core import ThinkingBranch, ThinkingEngine
@@ -377,7 +378,7 @@ def test_prompts_that_are_not_whole_chunks(plain: Subject) -> None:
 
 def test_only_a_first_prompt_begins_with_special_tokens(plain: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, special = plain.engine(), list[bool]()
-    monkeypatch.setattr(engine, "_ids", lambda text, **given: (special.append(given["special"]), text)[1])
+    monkeypatch.setattr(verbs, "ids_of", lambda engine, text, **given: (special.append(given["special"]), text)[1])
     branch = engine.prompt([5, 6, 7])
     branch.extend([8, 9, 5])
     assert special == [True, False]

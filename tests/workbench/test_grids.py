@@ -27,8 +27,8 @@ from replaylens import (
     steer,
 )
 from replaylens.engine.errors import BadRequest, Caveat, UnknownPromptWord
-from replaylens.engine.lens.lens import TunedLens, _ranks, unembed_hash
 from replaylens.engine.model.config import MixtureConfig, Routing
+from replaylens.engine.passes.lens import TunedLens, _ranks, unembed_hash
 from replaylens.features.features import SparseFeatures
 from replaylens.probes.intervals import difference_over_groups
 from replaylens.views.sections import Reportable

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from replaylens import Engine, lens
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.gradients import derivatives
 from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
 from tests.toy_model import random_model

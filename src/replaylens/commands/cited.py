@@ -22,11 +22,11 @@ from replaylens.dumps.manifest import MANIFEST
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.verify import MISMATCH, VERIFIED
 from replaylens.engine.display import stamp_of
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, EngineError, Unsealed
-from replaylens.engine.lens.lens import TunedLens
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.engine.proof.trace import is_trace
 from replaylens.engine.records import Identifier
-from replaylens.engine.serving.core import Core
 from replaylens.rollouts.drawing import redrawn
 from replaylens.rollouts.plan import unit_texts
 from replaylens.rollouts.rollouts import PLAN, Rollouts
@@ -341,7 +341,7 @@ def check_saved(path: str, kind: str) -> Checked:
 _SAVED = "the files are as written", "taken on trust: every number"
 
 
-def check_rollouts(path: str, engine: Core, sample: int | float | str, seed: int) -> Checked:
+def check_rollouts(path: str, engine: Engine, sample: int | float | str, seed: int) -> Checked:
     """Draw rollouts of a folder again, or a sample of them, and compare every bit. BadFile if files are damaged."""
     found = Rollouts.load(path)
     name, count = str(found.identifier), _count(sample, len(found))

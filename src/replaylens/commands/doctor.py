@@ -34,7 +34,7 @@ def doctor(
 ) -> None:
     """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
     from replaylens.engine.proof import certificates
-    from replaylens.engine.serving.core import Sizes
+    from replaylens.engine.serving.assembly import Sizes
     from replaylens.weights.opening import RANKS, default_dtype
 
     with reporting():

@@ -28,16 +28,16 @@ from replaylens.dumps.reader import Dump
 from replaylens.dumps.rows import assemble
 from replaylens.dumps.store import Store
 from replaylens.dumps.writer import DumpWriter, WorkerPart
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, no_such
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.loop.admission import FIXED_WINDOW
 from replaylens.engine.machine import require_room
 from replaylens.engine.model.sites import layer_of
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.positions import Position
 from replaylens.engine.request.sampling import Sampling
-from replaylens.engine.request.values import as_bool, as_instance, as_int, as_processes, defines, renamed, short_repr, verb
-from replaylens.engine.serving.core import Core
+from replaylens.engine.request.values import as_bool, as_instance, as_int, as_processes, defines, renamed, verb
 from replaylens.engine.serving.watch import Watch
 from replaylens.replay.replayer import ReplayOptions, Result, bytes_of_example, replay_examples
 from replaylens.tasks.registry import require_own_name
@@ -76,7 +76,7 @@ class PlanKeywords(ReplayKeywords, total=False):
 @renamed(dtype="stored_dtype")
 @verb
 def make_plan(
-    engine: Core,
+    engine: Engine,
     task: AnyTask,
     examples: int | Iterable[int],
     *,
@@ -155,7 +155,7 @@ def make_plan(
     )
 
 
-def _check_widths(engine: Core, sites: Sequence[str]) -> None:
+def _check_widths(engine: Engine, sites: Sequence[str]) -> None:
     """Raise BadRequest for a site whose rows differ in width."""
     for name in sites:
         if 0 in engine.sites.sites[name].shape:
@@ -164,13 +164,13 @@ def _check_widths(engine: Core, sites: Sequence[str]) -> None:
             )
 
 
-def plan_of_run(engine: Core, task: AnyTask, indices: Iterable[int], options: ReplayOptions, **stored: Any) -> DumpPlan:
+def plan_of_run(engine: Engine, task: AnyTask, indices: Iterable[int], options: ReplayOptions, **stored: Any) -> DumpPlan:
     """The plan that would reproduce a run: the same task and the same options, and more of `make_plan`."""
     replayed = {name: value for name, value in vars(options).items() if name != "deterministic"}
     return make_plan(engine, task, indices, **replayed | {"sites": options.sites or ()}, **stored)
 
 
-def drafter_settings(engine: Core, name: str) -> dict[str, Any]:
+def drafter_settings(engine: Engine, name: str) -> dict[str, Any]:
     """What drafts depend on besides the path: the drafter's exit layer, width and weights, and how a Thinking-States model
     guesses thoughts."""
     if name not in engine.loop.drafters:
@@ -178,7 +178,7 @@ def drafter_settings(engine: Core, name: str) -> dict[str, Any]:
     return engine.loop.drafters[name].settings() | engine.guesses()
 
 
-def _window(engine: Core, name: str, window: int | None) -> int | None:
+def _window(engine: Engine, name: str, window: int | None) -> int | None:
     """The window as a number, so that a version with another default gives the same rejected branches."""
     drafter = engine.loop.drafters[name]
     if window is not None or not drafter.reproducible:
@@ -195,7 +195,7 @@ class ShardMaker:
     task  required if the plan's task is not registered
     """
 
-    def __init__(self, engine: Core, plan: DumpPlan, batch: int = 32, task: AnyTask | None = None) -> None:
+    def __init__(self, engine: Engine, plan: DumpPlan, batch: int = 32, task: AnyTask | None = None) -> None:
         if batch < 1:
             raise BadRequest(f"Invalid batch {batch}. Give at least 1.")
         self.engine, self.plan, self.batch = engine, plan, batch
@@ -277,7 +277,7 @@ class ShardMaker:
         return describe_sites(self.engine, content)
 
 
-def describe_sites(engine: Core, content: Content) -> dict[str, SiteEntry]:
+def describe_sites(engine: Engine, content: Content) -> dict[str, SiteEntry]:
     """The manifest entry of each stored tensor."""
     letters = {name: letter for letter in "STC" for name in engine.sites.per_layer(letter)}
     found = {}
@@ -306,7 +306,7 @@ def _require_room(maker: ShardMaker, path: str | Path) -> None:
 
 
 def write_dump(
-    engine: Core,
+    engine: Engine,
     plan: DumpPlan,
     path: str | Path,
     *,

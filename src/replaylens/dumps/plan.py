@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from replaylens.engine.engine import Engine
     from replaylens.engine.request.capture import Recording
     from replaylens.engine.request.positions import Position
-    from replaylens.engine.serving.core import Core
     from replaylens.features.features import SparseFeatures
     from replaylens.features.rows import FeatureRows
     from replaylens.tasks.reading import Label, Reading
@@ -136,7 +136,7 @@ Encoders = Mapping[str, "SparseFeatures"]
 """name in the dump -> the features"""
 
 
-def planned(engine: Core, encoders: Encoders, keep: int | None) -> tuple[StoredFeatures, ...]:
+def planned(engine: Engine, encoders: Encoders, keep: int | None) -> tuple[StoredFeatures, ...]:
     """The plan's entries for these features. BadRequest, UnknownSite or BadWeights if they do not fit the model.
 
     keep  features per row; None: k of a TopK SAE, else 64

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from replaylens.dumps.content import CORE, Content, Pieces
 from replaylens.dumps.plan import PROBES, DumpPlan, ExamplePath, matched, to_tensors
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, InternalError, NotCertified, UnknownSite
-from replaylens.engine.lens import lens as readout
+from replaylens.engine.passes import lens as readout
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import Rows
 from replaylens.engine.request.values import as_int, short_repr
-from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import scorers
 from replaylens.replay.replayer import Result, own_edits
 from replaylens.tasks.reading import RESERVED
@@ -35,7 +35,7 @@ _PATHS = 32
 """paths that are recomputed together"""
 
 
-def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content:
+def assemble(engine: Engine, plan: DumpPlan, results: Sequence[Result]) -> Content:
     """The rows of some examples, as a dump with this plan stores them. A pure function of plan, weights and paths."""
     paths, kept, starts, rows = _layout(engine, plan, results)
     tensors = _tensors(engine, plan, paths, rows)
@@ -47,7 +47,7 @@ def assemble(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> Content
     return Content(tensors, pa.table({**{name: columns[name] for name in CORE.names}, **labels}))
 
 
-def probabilities(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
+def probabilities(engine: Engine, plan: DumpPlan, results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability, entropy) [rows] float32 of the rows that `assemble` gives, bit for bit; NaN where unknown."""
     paths, _, starts, rows = _layout(engine, plan, results)
     lens = _lens_rows(engine, plan.lens, paths, torch.from_numpy(rows)) if plan.lens is not None else {}
@@ -55,7 +55,7 @@ def probabilities(engine: Core, plan: DumpPlan, results: Sequence[Result]) -> tu
 
 
 def _layout(
-    engine: Core, plan: DumpPlan, results: Sequence[Result]
+    engine: Engine, plan: DumpPlan, results: Sequence[Result]
 ) -> tuple[list[ExamplePath], list[list[int]], np.ndarray, np.ndarray]:
     """(paths, kept positions of each, the number of each path's first row among all rows of the paths, numbers of the kept)."""
     paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
@@ -65,7 +65,7 @@ def _layout(
     return paths, kept, starts, rows.astype(np.int64)
 
 
-def _paths(engine: Core, result: Result) -> list[ExamplePath]:
+def _paths(engine: Engine, result: Result) -> list[ExamplePath]:
     """The accepted path of an example, then its rejected ones in canonical order, equal ones once. NotCertified if its bits are
     not promised."""
     if not result.certified:
@@ -98,7 +98,7 @@ def _paths(engine: Core, result: Result) -> list[ExamplePath]:
     return paths
 
 
-def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
+def _chosen(engine: Engine, plan: DumpPlan, path: ExamplePath) -> list[int]:
     """The positions of the path's own rows that the plan keeps."""
     own = range(path.base, len(path.tokens))
     place, length = plan.place, len(path.tokens)
@@ -125,7 +125,7 @@ def _chosen(engine: Core, plan: DumpPlan, path: ExamplePath) -> list[int]:
     return [position for position in own if position in wanted]
 
 
-def _columns(engine: Core, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:
+def _columns(engine: Engine, paths: list[ExamplePath], kept: list[list[int]]) -> dict[str, pa.Array]:
     """Index columns that follow from paths and positions alone."""
     counts = np.array([len(positions) for positions in kept])
     position = np.concatenate([np.asarray(positions, dtype=np.int32) for positions in kept])
@@ -172,7 +172,12 @@ def _label_array(name: str, values: list[Any]) -> pa.Array:
 
 
 def _probabilities(
-    engine: Core, plan: DumpPlan, paths: list[ExamplePath], starts: np.ndarray, rows: np.ndarray, tensors: Mapping[str, Tensor]
+    engine: Engine,
+    plan: DumpPlan,
+    paths: list[ExamplePath],
+    starts: np.ndarray,
+    rows: np.ndarray,
+    tensors: Mapping[str, Tensor],
 ) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of the token, entropy of the distribution over the next one) for each kept row; NaN where unknown.
 
@@ -202,7 +207,7 @@ def _probabilities(
 
 
 def _read_final(
-    engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray, emitted: list[int]
+    engine: Engine, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray, emitted: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """(log-probability of the token that follows, entropy) at some rows of the paths."""
     if not len(rows):
@@ -219,7 +224,7 @@ def _read_final(
     return torch.cat([part[0] for part in read]).numpy(), torch.cat([part[1] for part in read]).numpy()
 
 
-def _final_rows(engine: Core, paths: list[ExamplePath], final: str, edited: bool) -> list[Tensor]:
+def _final_rows(engine: Engine, paths: list[ExamplePath], final: str, edited: bool) -> list[Tensor]:
     """The final residual stream of each path; where it was not captured, recomputed with the same bits, many paths a pass."""
     missing = [path for path in paths if final not in path.recording.sites()]
     if missing and (engine.guesses() or edited):  # the tokens alone do not determine states and edits
@@ -242,7 +247,7 @@ def _final_rows(engine: Core, paths: list[ExamplePath], final: str, edited: bool
     return [found[id(path)] if id(path) in found else path.recording.peek(final) for path in paths]
 
 
-def _tensors(engine: Core, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray) -> Pieces:
+def _tensors(engine: Engine, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray) -> Pieces:
     """The kept rows of every stored site."""
     chosen = torch.from_numpy(rows)
     found = {site: [_cast(site, piece, plan.dtype) for piece in _pieces(paths, site, chosen)] for site in plan.sites}
@@ -302,7 +307,7 @@ def _gather(paths: list[ExamplePath], site: str, chosen: Tensor) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _lens_rows(engine: Core, spec: LensSpec, paths: list[ExamplePath], chosen: Tensor) -> Rows:
+def _lens_rows(engine: Engine, spec: LensSpec, paths: list[ExamplePath], chosen: Tensor) -> Rows:
     """Z as recorded, or read off the recorded residual streams; the bits are the same."""
     if recorded := [site for site in paths[0].recording.sites() if site.startswith("Z.")]:
         return {site: _gather(paths, site, chosen) for site in recorded}

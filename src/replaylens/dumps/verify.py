@@ -21,11 +21,11 @@ from replaylens.dumps.maker import ShardMaker, drafter_settings
 from replaylens.dumps.manifest import Manifest, SiteEntry
 from replaylens.dumps.plan import Encoders, ExamplePath, Selector, matched
 from replaylens.dumps.reader import Dump
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadDump, BadRequest
 from replaylens.engine.request.capture import Recording
 from replaylens.engine.request.positions import CUSTOM
 from replaylens.engine.request.values import integer, real, short_repr
-from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
 from replaylens.replay.replayer import RejectedPath, ReplayOptions, Result, prompt_examples
 from replaylens.tasks.task import AnyTask, Example
@@ -128,7 +128,7 @@ class Verification:
 
 def verify(
     path: str | Path,
-    engine: Core,
+    engine: Engine,
     *,
     sample: int | float | str = "all",
     seed: int = 0,
@@ -247,7 +247,7 @@ class _Replay:
     """Recomputes the rows of some examples and compares them with the stored ones."""
 
     def __init__(
-        self, dump: Dump, engine: Core, batch: int, task: AnyTask | None, selector: Selector | None, features: Encoders
+        self, dump: Dump, engine: Engine, batch: int, task: AnyTask | None, selector: Selector | None, features: Encoders
     ) -> None:
         plan = dump.manifest.plan
         if plan.place.kind == "custom" and selector is None:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.display import word
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.model import modes
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr, verb
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.extras.graph import Graph, Node, influence_of
 from replaylens.extras.replacement import (
     Entering,
@@ -60,7 +60,7 @@ class FeatureLayer:
     """layer -> its site, and the decoder"""
 
 
-def feature_layers(engine: Core, transcoders: Sequence[SparseFeatures]) -> list[FeatureLayer]:
+def feature_layers(engine: Engine, transcoders: Sequence[SparseFeatures]) -> list[FeatureLayer]:
     """Transcoders by the layer that they read. Those that read the same site are one cross-layer transcoder: they must have the
     same encoder. BadRequest for sets that are not transcoders, or that do not fit together."""
     blocks, found = blocks_of(engine.model), dict[int, FeatureLayer]()
@@ -226,7 +226,7 @@ class _Outputs(NamedTuple):
     """how much each counts"""
 
 
-def _outputs(engine: Core, logits: Tensor, likely: Tensor, metric: MetricTokens | LogitDifference | None) -> _Outputs:
+def _outputs(engine: Engine, logits: Tensor, likely: Tensor, metric: MetricTokens | LogitDifference | None) -> _Outputs:
     """logits [vocab] before a softcap, and probabilities"""
     shown = lambda token: repr(word(engine.text, token))  # noqa: E731
     if isinstance(metric, LogitDifference):
@@ -278,7 +278,7 @@ def _selected(builder: _Builder, targets: _Targets, shares: Sequence[float], mos
 
 @verb
 def attribution_graph(
-    engine: Core,
+    engine: Engine,
     text: Prompt | Branch,
     transcoders: Sequence[SparseFeatures],
     metric: MetricTokens | LogitDifference | None = None,
@@ -320,7 +320,7 @@ def attribution_graph(
     return _graph(engine, builder, seen.tokens, outputs, chosen, edges, digests, certified)
 
 
-def _seen(engine: Core, text: Prompt | Branch, needed: set[str]) -> tuple[Tape, bool]:
+def _seen(engine: Engine, text: Prompt | Branch, needed: set[str]) -> tuple[Tape, bool]:
     """The pass with the values of these sites, and whether its bits are promised."""
     in_order = lambda sites: tuple(site for site in engine.sites.in_order() if site in sites)  # noqa: E731
     if not isinstance(text, Branch):
@@ -351,7 +351,7 @@ def _targets(builder: _Builder, outputs: _Outputs) -> _Targets:
 
 
 def _graph(
-    engine: Core,
+    engine: Engine,
     builder: _Builder,
     tokens: tuple[int, ...],
     outputs: _Outputs,

@@ -623,8 +623,7 @@ class Follower:
 def row_ops(device: str, fast: bool, divided: bool = False) -> Any:
     """The ops of single rows on a device; divided: over ranks. They keep the weights that they have packed."""
     if device == "cpu":
-        from replaylens.engine.passes.cpu import CpuRowOps
-        from replaylens.engine.passes.products import Products
+        from replaylens.engine.passes.cpu import CpuRowOps, Products
 
         return (split_ops(CpuRowOps, fast) if divided else CpuRowOps)(Products(parts=1) if fast else Products())
     from replaylens.engine.passes import cuda

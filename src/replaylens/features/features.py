@@ -21,6 +21,7 @@ from torch import Tensor
 
 from replaylens.engine import records
 from replaylens.engine.display import word
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadConfig, BadEdit, BadRequest, BadWeights, UnknownSite
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
@@ -30,7 +31,6 @@ from replaylens.engine.request.positions import Positions, chosen
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float, as_instance, as_int, as_path, short_repr
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.features.rows import FeatureRows, Ids, KernelProduct, RowProduct, feature_ids
 from replaylens.features.weights import FeatureConfig, FeatureWeights
 
@@ -164,16 +164,16 @@ class SparseFeatures:
         where = c.hook if not c.transcodes else f"{c.hook} to {c.hook_out}"
         return f"SparseFeatures({c.architecture}, {c.d_sae} features of {where}, {self.digest[:12]})"
 
-    def require(self, engine: Core) -> SparseFeatures:
+    def require(self, engine: Engine) -> SparseFeatures:
         """Return self. Raises UnknownSite or BadWeights if the model lacks its sites, or has them with other widths."""
         self._sites(engine.sites)
         return self
 
-    def site_in(self, engine: Core) -> str:
+    def site_in(self, engine: Engine) -> str:
         """The site that is encoded, by its name in this model. Raises as `require`."""
         return self._sites(engine.sites)[0]
 
-    def site_out(self, engine: Core) -> str:
+    def site_out(self, engine: Engine) -> str:
         """The site that is decoded to, by its name in this model. Raises as `require`."""
         return self._sites(engine.sites)[1]
 

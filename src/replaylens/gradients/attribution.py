@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.display import Citable, word
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.model import modes
 from replaylens.engine.model.text import Prompt
@@ -21,7 +22,6 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
 from replaylens.engine.request.values import as_bool, as_int, integer, verb
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.gradients.backward import Tape
 from replaylens.gradients.branches import differentiable, metric_of, tape_of
 from replaylens.gradients.gradients import AnyMetric, LogitsFunction, row_sums, value_of
@@ -215,7 +215,7 @@ Prompts = Prompt | Sequence[Prompt]
 
 @verb
 def attribution_patching(
-    engine: Core,
+    engine: Engine,
     clean: Prompts,
     corrupt: Prompts,
     metric: AnyMetric | Branch | list[AnyMetric | Branch],
@@ -250,7 +250,7 @@ def attribution_patching(
 
 
 def _attributed(
-    engine: Core, clean: Any, corrupt: Any, metric: Any, *, sites: Any, heads: bool, compare: bool, progress: bool
+    engine: Engine, clean: Any, corrupt: Any, metric: Any, *, sites: Any, heads: bool, compare: bool, progress: bool
 ) -> Attribution:
     """One pair of prompts."""
     paths = paths_of(engine, clean, corrupt)
@@ -269,7 +269,7 @@ def _attributed(
     return Attribution(found.value, after, names, words, estimate, real, found.certified, made_by=by)
 
 
-def _sites(engine: Core, sites: str | Sequence[str] | None, heads: bool) -> tuple[str, ...]:
+def _sites(engine: Engine, sites: str | Sequence[str] | None, heads: bool) -> tuple[str, ...]:
     """The names of the sites; BadRequest if effects of heads are asked for and they have none, or not equally many."""
     if sites is None:
         sites = [f"blocks.{layer}.attn.hook_z" for layer in range(engine.config.num_layers)] if heads else "STC"
@@ -288,7 +288,7 @@ def _sums(x: Tensor, heads: bool) -> Tensor:
 
 
 def patch_effects(
-    engine: Core,
+    engine: Engine,
     path: list[int],
     rows: Mapping[str, Tensor],
     changed: Mapping[str, Tensor],
@@ -324,7 +324,7 @@ def _measured(function: LogitsFunction, logits: Tensor) -> Tensor:
         return torch.tensor([float(value_of(function, row)) for row in logits[:, 0]], dtype=torch.float64)
 
 
-def paths_of(engine: Core, *prompts: Prompt) -> list[list[int]]:
+def paths_of(engine: Engine, *prompts: Prompt) -> list[list[int]]:
     """The tokens of prompts of one length; BadRequest if they differ, NoGradient if the model thinks."""
     if not engine.plain:
         raise NoGradient("No gradient flows through thoughts. Use a plain model.")
@@ -378,7 +378,7 @@ def one_for_each(metric: Any, count: int, what: str) -> list[Any]:
     return [each[0] if isinstance(each, tuple) and len(each) == 1 else each for each in metric]
 
 
-def words_of(engine: Core, path: Sequence[int]) -> tuple[str, ...]:
+def words_of(engine: Engine, path: Sequence[int]) -> tuple[str, ...]:
     """The text of each token."""
     return tuple(word(engine.text, token) for token in path)
 
@@ -389,7 +389,7 @@ def words_of(engine: Core, path: Sequence[int]) -> tuple[str, ...]:
 
 @verb
 def integrated_gradients(
-    engine: Core,
+    engine: Engine,
     text: Prompt,
     baseline: Prompt | None,
     metric: AnyMetric | Branch,

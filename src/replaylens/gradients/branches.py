@@ -39,7 +39,9 @@ class Differentiable(Protocol):
 
     engine: Any
     lane: Lane
-    record: BranchRecord
+
+    @property
+    def record(self) -> BranchRecord: ...
 
     def logits(self) -> Tensor:
         """Of the next token: [vocab]."""

@@ -18,7 +18,7 @@ from replaylens.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activatio
 from replaylens.engine.model.decoder import LatentAttention, Mixture, SharedExpert
 from replaylens.engine.model.layers import Linear, Norm, Packable, Rotary, expert_products
 from replaylens.engine.model.ops import AttentionSpec, position_bias, visible
-from replaylens.engine.passes.products import Products, rows_of
+from replaylens.engine.passes.cpu import Products, rows_of
 from replaylens.kernels import cpu as portable
 
 # ---- products --------------------------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadFile, BadRequest, EngineError, ReplayMismatch
 from replaylens.engine.loop.lane import Lane, Statistics
 from replaylens.engine.machine import require_room
+from replaylens.engine.memory.path import path_digest
 from replaylens.engine.memory.tree import ORDINARY, BranchRecord
 from replaylens.engine.model.sites import SiteTable
-from replaylens.engine.proof.trace import Trace, path_digest
+from replaylens.engine.proof.trace import Trace
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, Recording
 from replaylens.engine.request.edits import Edit, listed
@@ -22,7 +24,6 @@ from replaylens.engine.request.positions import PositionSlice
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.request import Request
 from replaylens.engine.terminal import hidden
 from replaylens.tasks.task import Example, Task
@@ -107,7 +108,7 @@ class ReplayOptions:
 
 
 def replay_examples(
-    engine: Core, examples: list[Example], options: ReplayOptions, batch: int = 32, progress: bool = False
+    engine: Engine, examples: list[Example], options: ReplayOptions, batch: int = 32, progress: bool = False
 ) -> list[Result]:
     """Prompt with each example, generate its answer and capture every row of the path.
 
@@ -136,7 +137,7 @@ def replay_examples(
 
 
 def require_captured(
-    engine: Core, source: Task[Any] | Sequence[Example], indices: Sequence[int], sites: str | Sequence[str], what: str
+    engine: Engine, source: Task[Any] | Sequence[Example], indices: Sequence[int], sites: str | Sequence[str], what: str
 ) -> None:
     """BadRequest if the captured rows of these examples take more memory than there is, by a few of their prompts."""
     if indices:
@@ -144,7 +145,7 @@ def require_captured(
 
 
 def bytes_of_example(
-    engine: Core, source: Task[Any] | Sequence[Example], indices: Sequence[int], sites: str | Sequence[str]
+    engine: Engine, source: Task[Any] | Sequence[Example], indices: Sequence[int], sites: str | Sequence[str]
 ) -> int:
     """What the rows of one prompt take at the sites, on average over a few examples."""
     few = [indices[len(indices) * i // _FEW] for i in range(_FEW)]
@@ -158,7 +159,7 @@ _FEW = 8
 """examples that stand for all"""
 
 
-def prompt_examples(engine: Core, examples: Sequence[Example], o: ReplayOptions) -> Sequence[Branch]:
+def prompt_examples(engine: Engine, examples: Sequence[Example], o: ReplayOptions) -> Sequence[Branch]:
     """Branches with the prompts of the examples, computed together. The caller must release them."""
     prompts = list(map(prompt_of, examples))
     if not any(e.given is not None and e.given.edits for e in examples):
@@ -192,14 +193,14 @@ def own_edits(example: Example, table: SiteTable) -> tuple[PlacedEdit, ...]:
         raise BadRequest(f"Text {example.index} has edits that cannot be read: {error!r}.") from error
 
 
-def _continue(engine: Core, examples: Sequence[Example], branches: Sequence[Branch]) -> None:
+def _continue(engine: Engine, examples: Sequence[Example], branches: Sequence[Branch]) -> None:
     """Mutates: appends to each branch what follows the prompt of a given text."""
     more = [(b, list(e.given.tokens[b.root_length :])) for e, b in zip(examples, branches, strict=True) if e.given is not None]
     if more := [(branch, rest) for branch, rest in more if rest]:
         engine.force_all([branch for branch, _ in more], [rest for _, rest in more])
 
 
-def _request(engine: Core, example: Example, branch: Branch, options: ReplayOptions) -> Request | None:
+def _request(engine: Engine, example: Example, branch: Branch, options: ReplayOptions) -> Request | None:
     """The generation of one example's answer, with its own length and seed; None if nothing is generated."""
     o, n = options, options.max_new
     if n is None:
@@ -213,13 +214,13 @@ def _request(engine: Core, example: Example, branch: Branch, options: ReplayOpti
     return Request(n, sampling, o.drafter, o.window, o.deterministic, final=True)
 
 
-def _ended(engine: Core, example: Example) -> bool:
+def _ended(engine: Engine, example: Example) -> bool:
     """Whether a branch that became a text had generated the token that ends a sequence."""
     given = example.given
     return given is not None and len(given.tokens) > given.num_prompt and given.tokens[-1] == engine.text.eos_id
 
 
-def result_of(engine: Core, example: Example, branch: Branch) -> Result:
+def result_of(engine: Engine, example: Example, branch: Branch) -> Result:
     """The result of an example from the branch that generated its answer. Precondition: the branch is not released."""
     thoughts = branch.lane.carried
     rejected = [
@@ -243,7 +244,7 @@ def result_of(engine: Core, example: Example, branch: Branch) -> Result:
     )
 
 
-def _is_right(engine: Core, example: Example, generated: list[int]) -> bool:
+def _is_right(engine: Engine, example: Example, generated: list[int]) -> bool:
     """Whether the generated tokens end with the example's answer."""
     answer = engine.text.decode([token for token in generated if token != engine.text.eos_id])
     return _last_word(answer) == _last_word(example.completion)
@@ -259,7 +260,7 @@ def _last_word(text: str) -> str:
 # Replays a trace: reproduces every committed and rejected row, bit for bit, in any process.
 
 
-def replay_trace(engine: Core, trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
+def replay_trace(engine: Engine, trace: Trace, sites: str | Sequence[str] | None = None) -> dict[int, Branch]:
     """The trace's branches by their recorded ids, including rejected ones that kept rows or pages.
 
     sites  capture these instead of the recorded sites
@@ -288,7 +289,7 @@ class _Waiting:
 class _Replayer:
     """Applies the events in order. Prompts and requests wait until an event needs their outcome, and are computed together."""
 
-    def __init__(self, engine: Core, trace: Trace, sites: str | Sequence[str] | None) -> None:
+    def __init__(self, engine: Engine, trace: Trace, sites: str | Sequence[str] | None) -> None:
         self.engine = engine
         self.events = list(trace.events)  # an engine that replays its own trace adds to it meanwhile
         self.capture = None if sites is None else engine.capture_spec(sites, rejected=True)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from replaylens.engine.display import word
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.records import Citation, Identifier
 from replaylens.engine.request.values import as_bool, as_int, renamed
-from replaylens.engine.serving.core import Core
 from replaylens.engine.serving.watch import Watch
 from replaylens.replay.replayer import ReplayOptions, Result
 
@@ -39,7 +39,7 @@ class Run(Sequence[Result]):
     (1.0, True)
     """
 
-    def __init__(self, engine: Core, results: list[Result], options: ReplayOptions) -> None:
+    def __init__(self, engine: Engine, results: list[Result], options: ReplayOptions) -> None:
         self.engine, self.results, self.options = engine, results, options
 
     def __len__(self) -> int:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, BadTexts, NotCertified, no_such
 from replaylens.engine.model.text import Chat, Text, is_chat
 from replaylens.engine.request.values import as_list, short_repr
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.tasks.reading import NOT_LABELS, GivenText, Label, Offset, TokenSpan
 from replaylens.tasks.task import Example, Task
 from replaylens.tasks.texts import GivenTexts
@@ -266,7 +266,7 @@ SUBJECTS = "a list of strings, of token lists, of chats (lists of {'role', 'cont
 """what counts as texts, for error messages"""
 
 
-def examples_of(engine: Core, given: Any, text: str | None, labels: NamedLabels) -> list[Example]:
+def examples_of(engine: Engine, given: Any, text: str | None, labels: NamedLabels) -> list[Example]:
     """Examples as they are; texts as those of their task."""
     from replaylens.rollouts.rollouts import Rollouts
 
@@ -285,7 +285,7 @@ def examples_of(engine: Core, given: Any, text: str | None, labels: NamedLabels)
     return texts_of(engine, given, text, labels).examples()
 
 
-def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
+def texts_of(engine: Engine, given: Any, text: str | None = None, labels: NamedLabels = None) -> GivenTexts:
     """The task of some texts.
 
     given   strings, token ids, chats and branches, in one list; or a table; or rollouts, of one chain or a list of
@@ -333,7 +333,7 @@ def texts_of(engine: Core, given: Any, text: str | None = None, labels: NamedLab
 class _Maker:
     """Makes one text. Every error names its number."""
 
-    def __init__(self, engine: Core, number: int) -> None:
+    def __init__(self, engine: Engine, number: int) -> None:
         self.engine, self.number = engine, number
 
     def make(self, subject: Any, labels: Mapping[str, Any]) -> GivenText:

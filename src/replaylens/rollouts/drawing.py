@@ -25,7 +25,7 @@ from replaylens.engine.request.capture import CaptureSpec, Recording, picked
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, integer, short_repr, token_ids
-from replaylens.engine.serving.forest import Completer, Forest
+from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.request import SAMPLING, Request, logits_of
 from replaylens.engine.terminal import hidden, pause_collector
 from replaylens.kernels import cpu as portable
@@ -46,8 +46,8 @@ from replaylens.rollouts.plan import (
 from replaylens.rollouts.rollouts import Rollout, Rollouts, Row, WaveFolder
 
 if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
     from replaylens.engine.serving.branch import Branch
-    from replaylens.engine.serving.core import Core
 
 # ---- waves -----------------------------------------------------------------------------------------------------------
 # `Waves`: rollouts of a plan, some at a time, as forks of one branch that are computed together.
@@ -58,7 +58,9 @@ class Forked(Protocol):
 
     engine: Any
     lane: Lane
-    record: BranchRecord
+
+    @property
+    def record(self) -> BranchRecord: ...
 
     def fork(self, n: int = 1, at: int | None = None) -> list[Self]: ...
 
@@ -232,7 +234,7 @@ class Waves:
             self.engine.force_all(forks, [answer.after] * len(forks))
         last = f"blocks.{self.engine.config.num_layers - 1}.hook_out"
         tips = [len(fork.record.tokens) - 1 for fork in forks]
-        rows = Completer(forest).final_rows([fork.lane for fork in forks], tips, last)
+        rows = forest.final_rows([fork.lane for fork in forks], tips, last)
         columns = self.engine.token_ids_of(answer.tokens)
         names = [*map(str, answer.tokens)]
         made = []
@@ -523,7 +525,7 @@ def _row_size(engine: Resampler, plan: ResamplePlan, capture: CaptureSpec) -> in
     return sum(prod(size or longest for size in shape) for shape in shapes)
 
 
-def chain_of(engine: Core, prompt: Prompt, chain: str | Sequence[int] = "") -> Branch:
+def chain_of(engine: Engine, prompt: Prompt, chain: str | Sequence[int] = "") -> Branch:
     """A branch with a prompt (text, token ids or a chat) and, after it, a chain to resample."""
     branch: Branch = engine.prompt(prompt)
     return branch.force(chain) if chain else branch

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.lens import lens
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes
+from replaylens.engine.passes import lens
 from replaylens.engine.passes.batch import Batch, Segment, finite
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.records import LensSpec

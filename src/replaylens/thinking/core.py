@@ -28,10 +28,12 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.placing import place
 from replaylens.engine.request.positions import PositionSlice
 from replaylens.engine.request.values import as_int, as_list, named_options, short_repr, token_ids
+from replaylens.engine.serving import verbs
+from replaylens.engine.serving.assembly import EngineKeywords
 from replaylens.engine.serving.branch import MAX_FORKS, Branch
-from replaylens.engine.serving.core import CaptureKeywords, EngineKeywords, PromptKeywords
 from replaylens.engine.serving.lock import changing, reading
 from replaylens.engine.serving.variants import Variants
+from replaylens.engine.serving.verbs import CaptureKeywords, PromptKeywords
 from replaylens.engine.terminal import defer_interrupt
 from replaylens.thinking.blocks import ThinkingBlocks, Tokens
 from replaylens.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingDecoder, padded
@@ -52,7 +54,7 @@ class ThinkingEngine(Engine):
     """An engine for Thinking-States models: prompts think in chunks; tokens after the prompt do not.
 
     guess    how a prompt's thoughts are guessed ahead: sequential, empty or drafted. Changes no committed bit
-    options  those of `Core`
+    options  those of `Engine`
     """
 
     plain = False
@@ -120,7 +122,7 @@ class ThinkingEngine(Engine):
         drafts: Sequence[Drafts] | None = None,
         **stored: Unpack[CaptureKeywords],
     ) -> Sequence[ThinkingBranch]:
-        """Several root branches that think on their prompts, computed together. As `Core.prompts`, and:
+        """Several root branches that think on their prompts, computed together. As `Engine.prompts`, and:
 
         texts          text is padded to whole chunks; token ids must be whole chunks
         keep_rejected  also keep the rows of suffixes after a wrong guess
@@ -129,8 +131,8 @@ class ThinkingEngine(Engine):
 
         Only the chunks of a prompt and the first chunk after it receive states. An edit of S elsewhere has no effect.
         """
-        capture = self._wanted(sites, keep_rejected, **stored)
-        return self._named(self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
+        capture = verbs.capture_of(self, sites, keep_rejected, **stored)
+        return verbs.named_rows(self, self._thought_along(texts, capture, edits, hooks, guess, drafts), sites)
 
     def _thought_along(
         self,
@@ -192,21 +194,21 @@ class ThinkingEngine(Engine):
     # ---- internals ----------------------------------------------------------------------------------------------
 
     def tokens_of(self, text: Prompt) -> list[int]:
-        """As `Core.tokens_of`, but text is padded to whole chunks, and token ids must be whole chunks."""
+        """As `Engine.tokens_of`, but text is padded to whole chunks, and token ids must be whole chunks."""
         return self._chunks(text)
 
     def _chunks(self, text: Prompt, before: int = 0) -> list[int]:
         """Whole chunks of tokens; BadRequest if token ids are not."""
         c = self.thinking.chunk
-        ids = self._ids(text, special=before == 0)
+        ids = verbs.ids_of(self, text, special=before == 0)
         if isinstance(text, str) or is_chat(text):
-            return self._check_tokens(list(padded(ids, self.thinking)), before)
+            return verbs.check_tokens(self, list(padded(ids, self.thinking)), before)
         if len(ids) % c:
             raise BadRequest(
                 f"{len(ids)} tokens are not whole chunks of {c}. Pad the prompt with token {self.thinking.pad_token} "
                 "(replaylens.thinking.model.padded), or give text."
             )
-        return self._check_tokens(ids, before)
+        return verbs.check_tokens(self, ids, before)
 
     def variants(self, text: Prompt, edits: Sequence[Edit] = (), keep: Sequence[str] = ()) -> Variants:
         """Not available: a prompt's thoughts depend on the edits before them."""

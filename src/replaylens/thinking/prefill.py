@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from replaylens.engine.lens import lens
-from replaylens.engine.lens.lens import KnownLenses
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.memory.path import path_digest
 from replaylens.engine.memory.tree import TokenState
 from replaylens.engine.model import modes
-from replaylens.engine.proof.trace import path_digest
+from replaylens.engine.passes import lens
+from replaylens.engine.passes.lens import KnownLenses
 from replaylens.engine.request.capture import CaptureSpec, Recording, Rows
 from replaylens.engine.request.placed import PlacedEdit, added
 from replaylens.engine.serving.forest import Forest

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from replaylens.engine.display import is_stamped, visible, word
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.files import write_together
+from replaylens.engine.memory.path import path_digest
 from replaylens.engine.memory.tree import HOOKED, ORDINARY, BranchRecord, TokenState
 from replaylens.engine.model.text import Text
-from replaylens.engine.proof.trace import Trace, path_digest
+from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.capture import Recording
 from replaylens.views import boards, draw, html
 from replaylens.views.data import Check, DrawnPath, Fill, Frame, Paths, Phase, Readings, Slot, Token, capacity

@@ -19,13 +19,10 @@ from typing import Any
 
 from replaylens.engine.errors import BadConfig, BadRequest, FetchFailed, UnsupportedModel
 from replaylens.engine.files import cache_folder
-from replaylens.weights import lora
-from replaylens.weights.families import family_of
-from replaylens.weights.source import weight_files
+from replaylens.weights.source import ADAPTER_FILE, ADAPTER_WEIGHTS, HubOptions, weight_files
 
 # ---- hub -------------------------------------------------------------------------------------------------------------
 
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?(@[\w./-]+)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 THINKING_FILES = ("thinking.json", "thinking.safetensors")
 """what a Thinking-States model has besides its backbone: its config, and the weights of T and C"""
@@ -33,7 +30,7 @@ _SMALL = (
     "replaylens.json",
     THINKING_FILES[0],
     "config.json",
-    lora.ADAPTER_FILE,
+    ADAPTER_FILE,
     "generation_config.json",
     "model.safetensors.index.json",
     "tokenizer.json",
@@ -52,50 +49,12 @@ _SMALL = (
 
 
 @dataclass(frozen=True)
-class HubOptions:
-    """How a repository is found, in the words of huggingface_hub, whose defaults and environment variables count."""
-
-    revision: str | None = None
-    """a branch, a tag or a commit; None: main"""
-    token: str | bool | None = None
-    cache_dir: str | Path | None = None
-    local_files_only: bool = False
-
-    def __post_init__(self) -> None:
-        kinds = {"revision": str, "token": str | bool, "cache_dir": str | Path}
-        for name, kind in kinds.items():
-            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
-                shown = type(value).__name__ if name == "token" else f"{value!r:.60}"
-                raise BadRequest(f"Invalid {name}={shown}. Give what huggingface_hub takes: {kind} or None.")
-        if not isinstance(self.local_files_only, bool):
-            raise BadRequest(f"Invalid local_files_only={self.local_files_only!r:.60}. Give True or False.")
-
-    def require_unused(self, source: Any) -> None:
-        """BadRequest if an option is given with a source that is not on the hub, where it would be ignored."""
-        given = [name for name, value in vars(self).items() if value not in (None, False)]
-        if given:
-            what = "a model in memory"
-            if isinstance(source, str | Path):
-                what = "a path here" if Path(source).exists() else "a model of replaylens"
-            raise BadRequest(
-                f"{given[0]}= goes with the name of a model on the Hugging Face hub, not with {source!r:.120}, which is "
-                f"{what}. Leave {given[0]} out."
-            )
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """The files of a repository at one commit."""
 
     folder: Path
     revision: str
     """name@commit"""
-
-
-def is_hub_name(source: Any) -> bool:
-    """Whether the source can be a name on the hub: `gpt2`, `org/name`, each with `@revision` or without. Whether a path of
-    this name exists is for the caller to see: it comes first."""
-    return isinstance(source, str) and _NAME.fullmatch(source) is not None and not source.endswith(".gguf")
 
 
 def fetch_snapshot(source: str, options: HubOptions = HubOptions()) -> Snapshot:  # noqa: B008 (frozen)
@@ -244,9 +203,11 @@ def _needed(folder: Path) -> tuple[str, ...]:
         except ValueError as e:
             raise BadConfig(f"{file} is not valid JSON: {e}. Delete the snapshot, and fetch it again.") from None
         if isinstance(written, dict) and "text_config" not in written:
+            from replaylens.weights.families import family_of
+
             family_of(written)
         return tuple(weight_files(folder))
-    return (lora.WEIGHTS_FILE,) if (folder / lora.ADAPTER_FILE).is_file() else ("config.json",)
+    return (ADAPTER_WEIGHTS,) if (folder / ADAPTER_FILE).is_file() else ("config.json",)
 
 
 # ---- cache folder ----------------------------------------------------------------------------------------------------

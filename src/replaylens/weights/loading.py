@@ -4,6 +4,8 @@ Config and tensors of every source are checked before anything runs: no unsuppor
 missing, right dtypes and shapes, finite values.
 """
 
+from __future__ import annotations
+
 import copy
 import hashlib
 import json
@@ -15,21 +17,34 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import save as safetensors_of
 from torch import Tensor, nn
 
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, EngineError, FetchFailed, UnsupportedModel
-from replaylens.engine.files import cache_folder, require_own, write_together
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
-from replaylens.weights.families import FAMILIES, family_of
-from replaylens.weights.family import Family, Sink, Tensors, require_described, require_readable
-from replaylens.weights.hub import HubOptions, fetch_snapshot, is_hub_name
-from replaylens.weights.lora import ADAPTER_FILE, Adapter, base_tensors, is_adapted, read_fields
-from replaylens.weights.source import HEAD, WEIGHTS_FILE, Divider, Filler, Shards, Source, Where
+from replaylens.engine.terminal import Later
+from replaylens.weights.source import (
+    ADAPTER_FILE,
+    HEAD,
+    WEIGHTS_FILE,
+    Divider,
+    Filler,
+    HubOptions,
+    Shards,
+    Source,
+    Where,
+    is_hub_name,
+)
+
+if TYPE_CHECKING:
+    from replaylens.weights import families, hub, lora
+    from replaylens.weights.family import Family, Sink, Tensors
+else:
+    families, hub, lora = (Later(f"replaylens.weights.{name}") for name in ("families", "hub", "lora"))
 
 # ---- translated ------------------------------------------------------------------------------------------------------
 # Translates a Hugging Face config and its tensors into a decoder.
@@ -52,8 +67,10 @@ def from_hugging_face(
     revision   name@commit of a source from the hub
     packed     as in `load`
     """
-    name = family_of(raw)
-    family = FAMILIES[name]
+    from replaylens.weights.family import require_described, require_readable
+
+    name = families.family_of(raw)
+    family = families.FAMILIES[name]
     require_readable(raw, family)
     try:
         config = family.config(raw)
@@ -161,7 +178,7 @@ def config_of(path: Path) -> ModelConfig:
     else:
         raw = _read_config(path)
     raw.pop("quantization_config", None)
-    return FAMILIES[family_of(raw)].config(raw)
+    return families.FAMILIES[families.family_of(raw)].config(raw)
 
 
 @dataclass(frozen=True)
@@ -183,7 +200,7 @@ def located(source: str | Path, given: str | Path | None, options: HubOptions = 
         raise BadRequest(f"adapter must be the path of a folder, or a name on the hub, not {given!r:.120}.")
     path, revision = Path(source), ""
     if not exists(path) and is_hub_name(source):
-        snapshot = fetch_snapshot(str(source), options)
+        snapshot = hub.fetch_snapshot(str(source), options)
         path, revision, options = snapshot.folder, snapshot.revision, replace(options, revision=None)
     else:
         options.require_unused(source)
@@ -191,7 +208,7 @@ def located(source: str | Path, given: str | Path | None, options: HubOptions = 
         return _base_of(path, options) if exists(path / ADAPTER_FILE) else LocatedModel(path, None, revision)
     adapter = Path(given)
     if not exists(adapter) and is_hub_name(given):
-        adapter = fetch_snapshot(str(given), options).folder
+        adapter = hub.fetch_snapshot(str(given), options).folder
     if exists(path / ADAPTER_FILE) and path.resolve() != adapter.resolve():
         raise UnsupportedModel(
             f"{path} holds an adapter, and {adapter} is another. Only one can be merged: merge the first with peft "
@@ -210,7 +227,7 @@ def exists(path: Path) -> bool:
 
 def _base_of(folder: Path, options: HubOptions) -> LocatedModel:
     """An adapter's base, if its config names a folder or a model of the hub, and the adapter."""
-    fields = read_fields(folder)
+    fields = lora.read_fields(folder)
     named, revision = fields.get("base_model_name_or_path"), fields.get("revision")
     if isinstance(named, str) and Path(named).is_dir() and Path(named).resolve() != folder.resolve():
         return LocatedModel(Path(named), folder)
@@ -218,7 +235,7 @@ def _base_of(folder: Path, options: HubOptions) -> LocatedModel:
     problem = "It is neither a folder here nor a name on the Hugging Face hub."
     if is_hub_name(named):
         try:
-            snapshot = fetch_snapshot(f"{named}@{revision}" if revision else str(named), options)
+            snapshot = hub.fetch_snapshot(f"{named}@{revision}" if revision else str(named), options)
             return LocatedModel(snapshot.folder, folder, snapshot.revision)
         except (FetchFailed, UnsupportedModel) as e:
             problem, kind = str(e), type(e)
@@ -244,7 +261,7 @@ def _translated(
         return from_hugging_face(raw, source, dtype, reference, device, revision=revision, packed=packed)
     if reference is not None:  # transformers has the base, so the base is compared
         from_hugging_face(raw, source, dtype, reference)
-    adapter = Adapter.read(folder)
+    adapter = lora.Adapter.read(folder)
     return from_hugging_face(raw, adapter.merged(source, raw), dtype, None, device, adapter.digest, revision, packed)
 
 
@@ -298,7 +315,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise BadConfig(f"{file} is not a JSON object. Copy it again from the model's source.")
     if "text_config" not in written:
-        family_of(written)  # an unknown family fails with our list, not with that of transformers
+        families.family_of(written)  # an unknown family fails with our list, not with that of transformers
     return _kept_config(text) or _normalised(folder, text)
 
 
@@ -331,6 +348,8 @@ def _kept_config(text: str) -> dict[str, Any] | None:
 
 def _config_file(text: str) -> Path:
     key = hashlib.sha256(f"{version('transformers')}\n{text}".encode()).hexdigest()
+    from replaylens.engine.files import cache_folder
+
     return cache_folder() / "configs" / f"{key[:32]}.json"
 
 
@@ -427,6 +446,8 @@ def write_model(folder: Path, files: Mapping[str, bytes]) -> None:
     writer is stopped, no config is read with the weights of another. BadRequest, and nothing is written, if the folder has
     files of these names and no such config.
     """
+    from replaylens.engine.files import require_own, write_together
+
     config = folder / CONFIG_FILE
     require_own(config, _is_config)
     if config.exists() and config.read_bytes() != files[CONFIG_FILE]:
@@ -469,7 +490,7 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where)
             f"{type(model).__name__} has no language-modelling head. Give the whole model, as "
             "AutoModelForCausalLM.from_pretrained returns it."
         )
-    if is_adapted(model):
+    if lora.is_adapted(model):
         return _load_adapted(model, dtype, check, device)
     state = model.state_dict()
     source = Source(state, state.__getitem__)
@@ -478,9 +499,9 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where)
 
 def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
     """A model that holds a LoRA adapter in addition to its weights, merged with the bits of `adapter=`."""
-    adapter = Adapter.of_model(model)
+    adapter = lora.Adapter.of_model(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    state, raw = base_tensors(base), text_config(base.config)
+    state, raw = lora.base_tensors(base), text_config(base.config)
     source = adapter.merged(Source(state, state.__getitem__), raw)
     return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest)
 

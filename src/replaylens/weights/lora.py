@@ -19,13 +19,12 @@ from torch import Tensor, nn
 from replaylens.engine.errors import BadConfig, BadWeights, UnsupportedModel
 from replaylens.engine.model import modes
 from replaylens.weights.families import FAMILIES, family_of
-from replaylens.weights.source import FLOATS, HEAD, Shards, Source
+from replaylens.weights.source import ADAPTER_FILE, FLOATS, HEAD, Shards, Source
+from replaylens.weights.source import ADAPTER_WEIGHTS as WEIGHTS_FILE
 
 # ---- adapter config --------------------------------------------------------------------------------------------------
 # `AdapterConfig`: the config of a LoRA adapter in peft's format, with every type checked, and which modules it asks for.
 
-ADAPTER_FILE = "adapter_config.json"
-"""written by peft"""
 _NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -350,7 +349,6 @@ class BaseModules:
 
 __all__ = ["ADAPTER_FILE", "WEIGHTS_FILE", "Adapter", "Lora", "base_tensors", "is_adapted"]
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": "a", ".lora_B.weight": "b", ".lora_embedding_A": "a", ".lora_embedding_B": "b"}
 _UNTRAINED = ".original_module."

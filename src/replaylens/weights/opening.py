@@ -26,7 +26,7 @@ from replaylens.engine.records import DTYPES
 from replaylens.engine.request.values import as_bool, as_list, short_repr
 from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.weights import loading, zoo
-from replaylens.weights.hub import PACKAGED, THINKING_FILES, HubOptions, fetched_folder, is_hub_name
+from replaylens.weights.source import HubOptions, is_hub_name
 
 KINDS = ("replaylens.thinking.opening",)
 """files of other kinds of models: `opened_kind` of each returns how an engine of a source is made, or None"""
@@ -114,6 +114,8 @@ def _draft(source: Any, draft_model: Any, dtype: torch.dtype, device: str, hub: 
 
 
 def _other_kind(source: Any) -> Opened | None:
+    if isinstance(source, str | loading.LocatedModel) and not thinks(source):
+        return None
     for name in KINDS:
         if find_spec(name.rpartition(".")[0]) is not None and (found := import_module(name).opened_kind(source)) is not None:
             return found
@@ -125,6 +127,8 @@ def _other_kind(source: Any) -> Opened | None:
 def thinks(source: Any) -> bool:
     """Whether a source is the embedded name or the folder of a Thinking-States model."""
     if isinstance(source, loading.LocatedModel):
+        from replaylens.weights.hub import THINKING_FILES
+
         return loading.exists(source.path / THINKING_FILES[0])
     return isinstance(source, str) and source in zoo.THINKING
 
@@ -224,6 +228,8 @@ def located(source: Any, adapter: str | Path | None, hub: HubOptions) -> Any:
     """Where a path, smollm2 or a name on the hub is, as a `LocatedModel`; other sources as they are."""
     if not isinstance(source, str | Path) or source in (*zoo.PLAIN, *zoo.THINKING):
         return source
+    from replaylens.weights.hub import PACKAGED, fetched_folder
+
     if source in PACKAGED:
         hub.require_unused(source)
         source = fetched_folder(str(source))
@@ -261,6 +267,8 @@ def _require_name(source: str | Path) -> None:
 
 
 def _own_names() -> tuple[str, ...]:
+    from replaylens.weights.hub import PACKAGED
+
     return (*zoo.PLAIN, *zoo.THINKING, *PACKAGED)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from inspect import unwrap
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +22,8 @@ from replaylens.engine.model.layers import Packable
 # ---- source ----------------------------------------------------------------------------------------------------------
 
 HEAD = "lm_head.weight"
+ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""of a LoRA adapter, written by peft"""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """dtypes whose values are the weights; other dtypes need scales"""
 _SPELLINGS = (("lm_head.", "embed_out."), ("model.", ""), ("transformer.", ""), ("gpt_neox.", ""))
@@ -307,3 +310,46 @@ def divided(sizes: Sequence[int], devices: Sequence[torch.device], free: Sequenc
         nearest = min(range(len(done)), key=lambda layer: abs(done[layer] - wanted)) + 1
         ends.append(min(max(nearest, ends[-1] + 1), len(sizes) - len(devices) + i))
     return tuple(LayerStage(a, b, device) for a, b, device in zip(ends, [*ends[1:], len(sizes)], devices, strict=True))
+
+
+# ---- names on the hub ------------------------------------------------------------------------------------------------
+
+_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?(@[\w./-]+)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HubOptions:
+    """How a repository is found, in the words of huggingface_hub, whose defaults and environment variables count."""
+
+    revision: str | None = None
+    """a branch, a tag or a commit; None: main"""
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    local_files_only: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = {"revision": str, "token": str | bool, "cache_dir": str | Path}
+        for name, kind in kinds.items():
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
+                shown = type(value).__name__ if name == "token" else f"{value!r:.60}"
+                raise BadRequest(f"Invalid {name}={shown}. Give what huggingface_hub takes: {kind} or None.")
+        if not isinstance(self.local_files_only, bool):
+            raise BadRequest(f"Invalid local_files_only={self.local_files_only!r:.60}. Give True or False.")
+
+    def require_unused(self, source: Any) -> None:
+        """BadRequest if an option is given with a source that is not on the hub, where it would be ignored."""
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        if given:
+            what = "a model in memory"
+            if isinstance(source, str | Path):
+                what = "a path here" if Path(source).exists() else "a model of replaylens"
+            raise BadRequest(
+                f"{given[0]}= goes with the name of a model on the Hugging Face hub, not with {source!r:.120}, which is "
+                f"{what}. Leave {given[0]} out."
+            )
+
+
+def is_hub_name(source: Any) -> bool:
+    """Whether the source can be a name on the hub: `gpt2`, `org/name`, each with `@revision` or without. Whether a path of
+    this name exists is for the caller to see: it comes first."""
+    return isinstance(source, str) and _NAME.fullmatch(source) is not None and not source.endswith(".gguf")

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.display import Citable
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import numbered
@@ -23,7 +24,6 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placed import drawn
 from replaylens.engine.request.positions import Positions, chosen
 from replaylens.engine.request.values import as_int, as_list, integer, short_repr, verb
-from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
 from replaylens.gradients.attribution import one_for_each
 from replaylens.probes.intervals import difference_over_groups
@@ -37,7 +37,7 @@ HeadChoice = bool | Sequence[int] | Sequence[tuple[int, int]]
 FORMS = "True (all), head numbers (in every layer), or (layer, head) pairs"
 
 
-def chosen_heads(engine: Core, heads: Any, layers: Sequence[int] | None = None) -> list[tuple[int, int]]:
+def chosen_heads(engine: Engine, heads: Any, layers: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """(layer, head) pairs; BadRequest if there are none.
 
     heads   True: all; numbers: those heads, in every layer; or pairs
@@ -135,7 +135,7 @@ class Unit:
         return Edit(self.site, "resample", own, positions=positions, heads=head, seed=seed)
 
 
-def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any, experts: Any) -> list[Unit]:
+def units_of(engine: Engine, heads: HeadChoice, neurons: Any, directions: Any, experts: Any) -> list[Unit]:
     """All chosen units; BadRequest if there are none, or if one does not exist."""
     config, resolve = engine.config, engine.sites.resolve
     made = []
@@ -156,7 +156,7 @@ def units_of(engine: Core, heads: HeadChoice, neurons: Any, directions: Any, exp
     return made
 
 
-def _expert(engine: Core, pair: Any) -> Unit:
+def _expert(engine: Engine, pair: Any) -> Unit:
     config = engine.config
     layer, expert = pair_of("experts", pair, config.num_layers, config.mixture.num_experts if config.mixture else 1)
     if not config.sparse(layer):
@@ -250,7 +250,7 @@ class AblateResult(Citable):
 
 @verb
 def ablate(
-    engine: Core,
+    engine: Engine,
     prompts: Sequence[Prompt],
     *,
     metric: RowMetric | Sequence[RowMetric],
@@ -316,7 +316,7 @@ def ablate(
     return AblateResult(title, how, names, where, plain, ablated, made_by=(engine.fingerprint,))
 
 
-def _rows(engine: Core, paths: list[list[int]], sites: list[str]) -> dict[str, list[Tensor]]:
+def _rows(engine: Engine, paths: list[list[int]], sites: list[str]) -> dict[str, list[Tensor]]:
     """The rows of every site, prompt by prompt."""
     branches = engine.prompts(paths, sites=sites)
     try:

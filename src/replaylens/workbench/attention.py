@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable, visible
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_int, integer, short_repr, verb
-from replaylens.engine.serving.core import Core
 from replaylens.views.html import fragment, tag, void
 from replaylens.views.maps import draw
 from replaylens.workbench.ablate import chosen_layers
@@ -132,7 +132,7 @@ class AttentionResult(Citable):
 
 
 @verb
-def attention(engine: Core, text: Prompt, *, layers: Sequence[int] | None = None) -> AttentionResult:
+def attention(engine: Engine, text: Prompt, *, layers: Sequence[int] | None = None) -> AttentionResult:
     """The attention patterns of a text. On a CPU only: the kernels of a GPU never store them.
 
     layers  those to keep; None: all that have attention

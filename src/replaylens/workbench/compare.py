@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable, picture
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_instance, as_int, as_list, verb
-from replaylens.engine.serving.core import Core
 from replaylens.probes.intervals import Estimate, difference_over_groups
 from replaylens.workbench.drawing import Grid, paragraph, plain, view, words
 from replaylens.workbench.patch import require_one_vocabulary
@@ -122,7 +122,7 @@ class CompareResult(Citable):
 
 
 @verb
-def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: str = "S") -> CompareResult:
+def compare(engine_a: Engine, engine_b: Engine, texts: Sequence[Prompt], *, sites: str = "S") -> CompareResult:
     """Run two models with the same tokens over texts: losses, KL divergence, and how far their activations are apart.
 
     texts  with two tokens or more each. A model in memory that has no tokenizer takes the tokens of the other one
@@ -136,7 +136,7 @@ def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: s
     0.0
     """
     for name, engine in (("engine_a", engine_a), ("engine_b", engine_b)):
-        as_instance(name, engine, Core, "an engine")
+        as_instance(name, engine, Engine, "an engine")
     require_one_vocabulary(engine_a, engine_b)
     letters = _letters(engine_a, engine_b, sites)
     readers = [each for each in (engine_a, engine_b) if each.text.tokenizer is not None] or [engine_a]
@@ -153,7 +153,7 @@ def compare(engine_a: Core, engine_b: Core, texts: Sequence[Prompt], *, sites: s
     return CompareResult(tuple(found), made_by=(engine_a.fingerprint, engine_b.fingerprint))
 
 
-def _letters(engine_a: Core, engine_b: Core, sites: str) -> tuple[str, ...]:
+def _letters(engine_a: Engine, engine_b: Engine, sites: str) -> tuple[str, ...]:
     """The chosen sites; BadRequest if their shapes differ."""
     letters = tuple(
         dict.fromkeys(as_instance("sites", sites, str, "letters among S, T and C").replace(",", "").replace(" ", ""))
@@ -172,7 +172,7 @@ def _letters(engine_a: Core, engine_b: Core, sites: str) -> tuple[str, ...]:
     return letters
 
 
-def _compared(engine_a: Core, engine_b: Core, reader: Core, path: list[int], letters: tuple[str, ...]) -> ComparedText:
+def _compared(engine_a: Engine, engine_b: Engine, reader: Engine, path: list[int], letters: tuple[str, ...]) -> ComparedText:
     log_p, rows = [], []
     for engine in (engine_a, engine_b):
         branch = engine.prompt(path, sites=list(letters))

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, wrapped
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnsupportedModel
 from replaylens.engine.model.config import handled, require_handled
 from replaylens.engine.model.decoder import Attention, Block, LatentAttention, Mlp
@@ -22,7 +23,6 @@ from replaylens.engine.model.layers import Linear, Norm
 from replaylens.engine.model.mixers import Mixer
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import short_repr, verb
-from replaylens.engine.serving.core import Core
 from replaylens.gradients.gradients import LogitDifference
 from replaylens.probes.report import bars
 from replaylens.workbench.drawing import Grid, Metric, MetricTokens, figure, paragraph, plain, view
@@ -142,7 +142,7 @@ class DlaResult(Citable):
 
 
 @verb
-def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *, by: By = "layer") -> DlaResult:
+def dla(engine: Engine, prompt: Prompt, metric: MetricTokens | LogitDifference, *, by: By = "layer") -> DlaResult:
     """Split the logit difference after a prompt into what each part of the model writes to the residual stream.
 
     metric  a pair of tokens: the logit of the first minus that of the second
@@ -202,7 +202,7 @@ def dla(engine: Core, prompt: Prompt, metric: MetricTokens | LogitDifference, *,
 class _Read:
     """The sites to read, and the parts that their rows make."""
 
-    def __init__(self, engine: Core, by: By) -> None:
+    def __init__(self, engine: Engine, by: By) -> None:
         self.model, self.by = engine.model, by
         self.blocks = [block for block in engine.model.blocks if isinstance(block, Block)]
         self._size = self._head_size = 0.0

@@ -17,9 +17,9 @@ from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor
 
 from replaylens.engine.display import picture, plain, short, visible, word, wrapped
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.gradients.gradients import Divergence, LogitDifference, LogProbability, Named, named
 from replaylens.views.html import fragment, tag
 from replaylens.views.maps import Heatmap, HeatmapCell, draw, span
@@ -200,7 +200,7 @@ class Metric:
     function: RowsFunction
 
     @classmethod
-    def of(cls, engine: Core, given: "RowMetric | Metric") -> "Metric":
+    def of(cls, engine: Engine, given: "RowMetric | Metric") -> "Metric":
         """A metric in any of its forms; BadRequest for others."""
         if isinstance(given, Metric):
             return given
@@ -226,7 +226,7 @@ class Metric:
         return values
 
 
-def _name(engine: Core, metric: Named) -> str:
+def _name(engine: Engine, metric: Named) -> str:
     shown = lambda token: repr(word(engine.text, engine._target(token)))  # noqa: E731
     match metric:
         case LogitDifference():
@@ -236,6 +236,6 @@ def _name(engine: Core, metric: Named) -> str:
     return "KL divergence"
 
 
-def words(engine: Core, path: Sequence[int]) -> tuple[str, ...]:
+def words(engine: Engine, path: Sequence[int]) -> tuple[str, ...]:
     """The text of each token."""
     return tuple(word(engine.text, token) for token in path)

@@ -14,11 +14,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from replaylens.engine.display import Citable, picture, plain, word
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.lens.lens import TunedLens, read_ranked, unembed_hash
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.passes.lens import TunedLens, read_ranked, unembed_hash
 from replaylens.engine.request.values import as_bool, as_instance, as_int, as_list, verb
-from replaylens.engine.serving.core import Core
 from replaylens.engine.terminal import hidden
 from replaylens.features.features import SparseFeatures
 from replaylens.features.rows import FeatureRows
@@ -160,7 +160,7 @@ class LensResult(Citable):
 
 @verb
 def lens(
-    engine: Core,
+    engine: Engine,
     text: Prompt,
     *,
     token: str | int | None = None,
@@ -217,7 +217,7 @@ def lens(
 
 @verb
 def fit_jacobian_lens(
-    engine: Core,
+    engine: Engine,
     texts: Sequence[Prompt],
     *,
     first: int = 1,
@@ -302,7 +302,9 @@ class LensComparison(Citable):
 
 
 @verb
-def compare_lenses(engine: Core, texts: Sequence[Prompt], lenses: Mapping[str, TunedLens], *, first: int = 1) -> LensComparison:
+def compare_lenses(
+    engine: Engine, texts: Sequence[Prompt], lenses: Mapping[str, TunedLens], *, first: int = 1
+) -> LensComparison:
     """How well lenses read a model's output from its layers: the plain lens, and tuned or Jacobian ones by name.
 
     Give texts that no lens was fitted on.

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.sites import by_layer, numbered
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.positions import At, chosen, ends_of
 from replaylens.engine.request.values import as_instance, as_int, as_list, short_repr, verb
-from replaylens.engine.serving.core import Core
 from replaylens.gradients.attribution import Prompts, common_words, each_pair, pairs_of, require_one_length, t_interval
 from replaylens.workbench.ablate import HeadChoice, chosen_heads, chosen_layers, pair_of, require_attention
 from replaylens.workbench.drawing import Grid, Metric, RowMetric, figure, one_name, paragraph, plain, view, words
@@ -42,7 +42,7 @@ class Aligned:
     """(position of the base, position of the source), in the order of the base"""
 
     @classmethod
-    def of(cls, engine: Core, clean: Any, corrupt: Any, direction: Direction, align: Align, positions: At = None) -> Aligned:
+    def of(cls, engine: Engine, clean: Any, corrupt: Any, direction: Direction, align: Align, positions: At = None) -> Aligned:
         """The pairs at the chosen positions of the base; BadRequest if lengths differ and nothing says what corresponds."""
         if direction not in ("denoise", "noise"):
             raise BadRequest(f"Unknown direction {short_repr(direction)}. Known: denoise, noise.")
@@ -68,7 +68,7 @@ class Aligned:
         return [theirs for _, theirs in self.pairs]
 
 
-def _pairs(engine: Core, clean: list[int], corrupt: list[int], align: Align) -> list[tuple[int, int]]:
+def _pairs(engine: Engine, clean: list[int], corrupt: list[int], align: Align) -> list[tuple[int, int]]:
     """(clean position, corrupt position) pairs."""
     lengths = len(clean), len(corrupt)
     if align is None:
@@ -91,7 +91,7 @@ def _pairs(engine: Core, clean: list[int], corrupt: list[int], align: Align) -> 
     return found
 
 
-def _named(engine: Core, clean: list[int], corrupt: list[int], name: str) -> list[tuple[int, int]]:
+def _named(engine: Engine, clean: list[int], corrupt: list[int], name: str) -> list[tuple[int, int]]:
     shorter = min(len(clean), len(corrupt))
     if name == "start":
         return [(i, i) for i in range(shorter)]
@@ -109,7 +109,7 @@ def _named(engine: Core, clean: list[int], corrupt: list[int], name: str) -> lis
     return list(zip(*ends, strict=True))
 
 
-def require_one_vocabulary(first: Core, second: Core) -> None:
+def require_one_vocabulary(first: Engine, second: Engine) -> None:
     """BadRequest if two models do not have the same tokens: their logits and positions would not correspond."""
     sizes = first.config.vocab_size, second.config.vocab_size
     if sizes[0] != sizes[1]:
@@ -122,7 +122,7 @@ def require_one_vocabulary(first: Core, second: Core) -> None:
         raise BadRequest(f"The models' tokenizers differ, first in token {other}. Give models with the same tokenizer.")
 
 
-def _vocabulary(engine: Core) -> list[str]:
+def _vocabulary(engine: Engine) -> list[str]:
     """The names of all tokens, in order."""
     known = getattr(engine.text.tokenizer, "get_vocab", None)
     if known is None:
@@ -272,7 +272,7 @@ LayerCell = tuple[int, int]
 
 @verb
 def patch(
-    engine: Core,
+    engine: Engine,
     clean: Prompts,
     corrupt: Prompts,
     *,
@@ -283,7 +283,7 @@ def patch(
     heads: HeadChoice = False,
     direction: Direction = "denoise",
     align: Align = None,
-    source: Core | None = None,
+    source: Engine | None = None,
     progress: bool = False,
 ) -> PatchResult:
     """Copy activations of one prompt into the other, one cell of the grid at a time, and measure the next token.
@@ -346,9 +346,9 @@ def patch(
     )
 
 
-def _other(engine: Core, source: Any, names: Sequence[str]) -> Core:
+def _other(engine: Engine, source: Any, names: Sequence[str]) -> Engine:
     """The model that activations come from; BadRequest if its tokens or the shapes of the sites differ."""
-    other = as_instance("source", source, Core, "an engine")
+    other = as_instance("source", source, Engine, "an engine")
     require_one_vocabulary(engine, other)
     for name in names:
         shapes = [each.sites.sites[name].shape if name in each.sites.sites else None for each in (engine, other)]
@@ -360,7 +360,7 @@ def _other(engine: Core, source: Any, names: Sequence[str]) -> Core:
     return other
 
 
-def of_source(engine: Core, path: list[int], measure: Metric, base: float) -> float:
+def of_source(engine: Engine, path: list[int], measure: Metric, base: float) -> float:
     """The metric of the source prompt; BadRequest if it is that of the base."""
     found = float(measure(engine.logits(path)[None]))
     if found == base:
@@ -369,7 +369,7 @@ def of_source(engine: Core, path: list[int], measure: Metric, base: float) -> fl
 
 
 def _cells(
-    engine: Core, sites: str, layers: Sequence[int] | None, heads: HeadChoice, two: Aligned
+    engine: Engine, sites: str, layers: Sequence[int] | None, heads: HeadChoice, two: Aligned
 ) -> dict[str, list[LayerCell]]:
     """The cells of each grid."""
     count = engine.config.num_layers
@@ -383,7 +383,7 @@ def _cells(
     return {letter: [(layer, position) for layer in own for position in two.at] for letter, own in found.items()}
 
 
-def _layers(engine: Core, letter: str, layers: Sequence[int] | None) -> list[int]:
+def _layers(engine: Engine, letter: str, layers: Sequence[int] | None) -> list[int]:
     """The chosen layers of a letter; BadRequest for one that lacks it, as some of a hybrid do."""
     names = _names(engine, letter)
     if not names:
@@ -394,7 +394,7 @@ def _layers(engine: Core, letter: str, layers: Sequence[int] | None) -> list[int
     return found
 
 
-def _names(engine: Core, site: str) -> dict[int, str]:
+def _names(engine: Engine, site: str) -> dict[int, str]:
     """The sites of a letter, or of heads, by layer."""
     if site != "heads":
         return by_layer(engine.sites.per_layer(site))
@@ -405,7 +405,7 @@ def _first(cells: list[LayerCell]) -> list[int]:
     return sorted({layer for layer, _ in cells})
 
 
-def activations(engine: Core, path: list[int], names: list[str]) -> dict[str, Tensor]:
+def activations(engine: Engine, path: list[int], names: list[str]) -> dict[str, Tensor]:
     """The rows of some sites."""
     branch = engine.prompt(path, sites=names)
     try:
@@ -438,7 +438,7 @@ Into = Literal["q", "k", "v"]
 
 @verb
 def path_patch(
-    engine: Core,
+    engine: Engine,
     clean: Prompt,
     corrupt: Prompt,
     *,
@@ -496,7 +496,7 @@ def path_patch(
     return PatchResult(name, direction, float(found[0]), there, raw, columns, {"heads": numbers}, rows, made_by=by)
 
 
-def _receivers(engine: Core, receivers: Sequence[tuple[int, int]], into: Into) -> list[tuple[int, str, int]]:
+def _receivers(engine: Engine, receivers: Sequence[tuple[int, int]], into: Into) -> list[tuple[int, str, int]]:
     """(layer, site, head of the site) of each receiver; key heads for keys and values."""
     config = engine.config
     if into not in ("q", "k", "v"):

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from replaylens import boundary
 from replaylens.engine.display import Citable
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, Caveat
 from replaylens.engine.model.sites import WEIGHTS_SITE
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_int, as_list, verb
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.workbench.drawing import Grid, figure, view, words
 
 _INDICES_SITE = "mlp.gate.hook_expert_indices"
@@ -135,13 +135,13 @@ class RoutingResult(Citable):
         return view(grids, note="Rows are layers, columns are tokens. A cell names its experts, the heaviest first.")
 
 
-def router_sites(engine: Core, layers: Sequence[int]) -> list[str]:
+def router_sites(engine: Engine, layers: Sequence[int]) -> list[str]:
     """The sites that `routing` reads: the chosen experts and their weights."""
     return [f"blocks.{layer}.{site}" for layer in layers for site in (_INDICES_SITE, WEIGHTS_SITE)]
 
 
 @verb
-def routing(engine: Core, text: Prompt | Branch, *, layers: Sequence[int] | None = None) -> RoutingResult:
+def routing(engine: Engine, text: Prompt | Branch, *, layers: Sequence[int] | None = None) -> RoutingResult:
     """Which experts the tokens of a text go to.
 
     text    a prompt, or a branch that captures the sites `hook_expert_indices` and `hook_expert_weights` of the
@@ -163,7 +163,7 @@ def routing(engine: Core, text: Prompt | Branch, *, layers: Sequence[int] | None
     return RoutingResult(tuple(chosen), mixture.num_experts, path, drafts, made_by=(engine.fingerprint,))
 
 
-def _chosen(engine: Core, layers: Sequence[int] | None) -> list[int]:
+def _chosen(engine: Engine, layers: Sequence[int] | None) -> list[int]:
     sparse = [layer for layer in range(engine.config.num_layers) if engine.config.sparse(layer)]
     if layers is None:
         return sparse
@@ -175,7 +175,7 @@ def _chosen(engine: Core, layers: Sequence[int] | None) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _of_branch(engine: Core, branch: Branch, layers: Sequence[int]) -> tuple[RoutedTokens, tuple[RoutedTokens, ...]]:
+def _of_branch(engine: Engine, branch: Branch, layers: Sequence[int]) -> tuple[RoutedTokens, tuple[RoutedTokens, ...]]:
     missing = [site for site in router_sites(engine, layers) if site not in branch.activations.sites()]
     if missing:
         raise BadRequest(
@@ -196,7 +196,7 @@ def _kept(rejected: Branch) -> bool:
     return rejected.lane.recording is not None and bool(rejected.lane.recording.positions())
 
 
-def _routed(engine: Core, branch: Branch, layers: Sequence[int]) -> RoutedTokens:
+def _routed(engine: Engine, branch: Branch, layers: Sequence[int]) -> RoutedTokens:
     """The captured rows of a branch; of a rejected one, those of its drafts."""
     rows = branch.activations
     chosen = torch.stack([rows[f"blocks.{layer}.{_INDICES_SITE}"] for layer in layers])

@@ -14,6 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, visible
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.edits import Edit
@@ -21,7 +22,6 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float as finite
 from replaylens.engine.request.values import as_list, verb
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.gradients.attribution import one_for_each
 from replaylens.probes.probe import LinearProbe
 from replaylens.views.html import fragment, tag
@@ -90,7 +90,7 @@ class SteerResult(Citable):
 
 @verb
 def steer(
-    engine: Core,
+    engine: Engine,
     vector: Tensor | Contrast | LinearProbe,
     prompts: Sequence[Prompt],
     *,
@@ -155,7 +155,7 @@ def steer(
     return SteerResult(frame, vectors, made_by=(engine.fingerprint,))
 
 
-def _vectors(engine: Core, given: Tensor | Contrast | LinearProbe, layers: list[int]) -> dict[int, Tensor]:
+def _vectors(engine: Engine, given: Tensor | Contrast | LinearProbe, layers: list[int]) -> dict[int, Tensor]:
     """The vector of each layer."""
     width = engine.config.d_model
     if isinstance(given, LinearProbe):
@@ -185,7 +185,7 @@ def _is_side(side: object) -> bool:
     return isinstance(side, list | tuple) and bool(side) and all(isinstance(each, str | list | tuple) for each in side)
 
 
-def _last_rows(engine: Core, texts: list[Prompt], layers: list[int]) -> dict[int, Tensor]:
+def _last_rows(engine: Engine, texts: list[Prompt], layers: list[int]) -> dict[int, Tensor]:
     """The residual streams of the texts' last tokens, by layer: [texts, d_model]."""
     streams = engine.sites.per_layer("S")
     branches = engine.prompts(texts, sites=[streams[layer] for layer in layers], positions="last")
@@ -196,7 +196,7 @@ def _last_rows(engine: Core, texts: list[Prompt], layers: list[int]) -> dict[int
             branch.release()
 
 
-def _readings(engine: Core, roots: list[Branch], made: list[tuple[int, Branch]]) -> list[tuple[float, float]]:
+def _readings(engine: Engine, roots: list[Branch], made: list[tuple[int, Branch]]) -> list[tuple[float, float]]:
     """Of each branch's generated tokens: their perplexity under the model without edits, and the mean KL divergence of the
     steered next-token distributions from those of that model. Tokens are forced after the prompt, as a Thinking-States model
     needs.

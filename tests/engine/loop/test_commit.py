@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
-from replaylens.engine.lens import lens
 from replaylens.engine.loop.commit import PassRows, Stops
 from replaylens.engine.memory.path import PathHistory
 from replaylens.engine.memory.tree import ACCEPTED, DRAFT, PENDING, BranchStatus
 from replaylens.engine.memory.tree import PROMPT as PROMPT_OF_ROLLBACK
 from replaylens.engine.model.text import Text
+from replaylens.engine.passes import lens
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.tasks.tokenizer import SPECIALS, WordTokenizer

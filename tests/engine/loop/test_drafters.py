@@ -219,7 +219,7 @@ def drafts_after(drafter: ModelDrafter, path: list[int], branch: int, count: int
 
 
 def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
-    return ModelDrafter(Runner(small, num_pages, 4), VOCAB)
+    return ModelDrafter(Runner(small, num_pages, 4), VOCAB, str)
 
 
 def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder) -> None:

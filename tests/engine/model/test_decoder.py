@@ -30,8 +30,7 @@ from replaylens.engine.model.config import (
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Experts, by_expert
 from replaylens.engine.model.ops import SequenceOps, TorchOps
-from replaylens.engine.passes.cpu import CpuRowOps
-from replaylens.engine.passes.products import Products
+from replaylens.engine.passes.cpu import CpuRowOps, Products
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.serving.branch import Branch
 from replaylens.replay.run import Run

@@ -11,7 +11,8 @@ import torch
 from replaylens.engine.errors import InternalError
 from replaylens.engine.passes import bursts, transfer
 from replaylens.engine.passes.bursts import ENOUGH, BurstRows, StepBlock, step_buffers
-from replaylens.engine.passes.transfer import SMALLEST_RING, HostCopy, Memory, PendingRows, RingAllocator
+from replaylens.engine.passes.runner import SMALLEST_RING
+from replaylens.engine.passes.transfer import HostCopy, Memory, PendingRows, RingAllocator
 from replaylens.engine.request.capture import Chunk, Recording, picked
 
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.layers import Linear, Narrow
-from replaylens.engine.passes import products
-from replaylens.engine.passes.products import Products
+from replaylens.engine.passes import cpu as products
+from replaylens.engine.passes.cpu import Products
 from tests.engine.reference import decoder
 from tests.toy_model import random_model
 

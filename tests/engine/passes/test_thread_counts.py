@@ -26,10 +26,10 @@ from torch import Tensor
 from replaylens import boundary
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import ModesChanged, NotCertified
-from replaylens.engine.lens import lens
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes import products, runner
+from replaylens.engine.passes import cpu as products
+from replaylens.engine.passes import lens, runner
 from replaylens.engine.proof import doctor
 from replaylens.engine.proof.doctor import numbers
 from replaylens.engine.request.sampling import Sampling

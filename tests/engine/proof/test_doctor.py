@@ -34,7 +34,7 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No certificate in the process, before or after, and an empty folder for certificates on disk."""
     certificates._of_this_machine.cache_clear()
     monkeypatch.setattr(certificates, "_EXAMINED", {})
-    monkeypatch.setattr(certificates, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("replaylens.engine.files.cache_folder", lambda: tmp_path)
     return tmp_path / "certificates"
 
 

@@ -28,8 +28,9 @@ from replaylens.engine.errors import (
     OutOfPages,
     ReplayMismatch,
 )
+from replaylens.engine.memory.path import path_digest
 from replaylens.engine.proof import fingerprint
-from replaylens.engine.proof.trace import Trace, path_digest
+from replaylens.engine.proof.trace import Trace
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest

@@ -20,7 +20,7 @@ from replaylens.dumps.maker import make_plan, write_dump
 from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, FingerprintMismatch, UnknownSite
-from replaylens.engine.lens import lens
+from replaylens.engine.passes import lens
 from replaylens.features.features import SparseFeatures
 from replaylens.probes import controls, groups, splits, sweeps
 from replaylens.probes.causal import InterventionRunner

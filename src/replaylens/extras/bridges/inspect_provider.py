@@ -26,7 +26,6 @@ from replaylens.engine.records import SCHEME
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.values import as_bool, as_int
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.forest import Completer
 from replaylens.extras.bridges.options import digest_of, edits_of, engine_of, probes_of, sampling_of, scores
 
 try:
@@ -291,7 +290,7 @@ class ReplayAPI(ModelAPI):
         if start >= stop:
             return Logprobs(content=[])
         engine, wanted = self.engine, branch.tokens[start:stop]
-        (rows,) = Completer(engine.forest).final_rows([branch.lane], [start - 1], engine.sites.per_layer("S")[-1])
+        (rows,) = engine.forest.final_rows([branch.lane], [start - 1], engine.sites.per_layer("S")[-1])
         read = scores(engine, rows[: len(wanted)], wanted, top)
         words = engine.text.token
         return Logprobs(

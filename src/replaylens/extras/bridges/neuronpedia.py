@@ -18,10 +18,10 @@ import torch
 
 from replaylens import __version__
 from replaylens.engine import records
+from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, as_path, short_repr, verb
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
 from replaylens.features.features import SparseFeatures
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ def feature(
 def _extremes(features: SparseFeatures, branch: Branch, index: int, count: int) -> tuple[list[str], list[str]]:
     """Texts of the tokens whose logits a unit of the feature raises and lowers most."""
     engine = branch.engine
-    if not isinstance(engine, Core) or features.decoder.shape[1] != engine.config.d_model:
+    if not isinstance(engine, Engine) or features.decoder.shape[1] != engine.config.d_model:
         return [], []  # it does not write to the residual stream
     effect = engine.model.unembedding.detach().float().cpu() @ features.decoder[index].float().cpu()
     count = min(count, len(effect))

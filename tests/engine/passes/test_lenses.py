@@ -11,12 +11,12 @@ from torch import Tensor
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadFile, BadRequest, BadWeights, FingerprintMismatch
-from replaylens.engine.lens import lens
-from replaylens.engine.lens import lens as readout
-from replaylens.engine.lens import lens as tuned
-from replaylens.engine.lens import lens as tuned_lens
-from replaylens.engine.lens.lens import TunedLens
 from replaylens.engine.model.ops import SequenceOps
+from replaylens.engine.passes import lens
+from replaylens.engine.passes import lens as readout
+from replaylens.engine.passes import lens as tuned
+from replaylens.engine.passes import lens as tuned_lens
+from replaylens.engine.passes.lens import TunedLens
 from replaylens.engine.records import LensSpec
 from replaylens.weights import loading
 from tests.families import hugging_face
@@ -35,15 +35,15 @@ def lens_for(subject: Engine) -> TunedLens:
 
 
 @models
-def test_a_lens_that_was_not_made_known_is_named(name: str) -> None:
+def test_a_lens_that_was_not_made_known_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before anything is computed. Nothing of the prompt remains, and the engine stays usable."""
     knows, subject = Engine.load(name), Engine.load(name, record=True)
     capture = knows.capture_spec("Z", lens=lens_for(knows))
     free, events = subject.runner.pool.num_free, len(subject.trace.events)
-    plant = getattr(subject, "_thought_along", subject._planted)
-    extra = (None, None) if name == "coin-thinking" else ()
+    monkeypatch.setattr(subject, "capture_spec", lambda *given, **stored: capture)
     with pytest.raises(BadRequest, match=r"does not have the tuned lens .*\. Add it with engine\.capture_spec"):
-        plant([TEXT], capture, (), (), *extra)
+        subject.prompts([TEXT], sites="Z")
+    monkeypatch.undo()
     assert subject.loop.lanes == {} and subject.tree.roots() == [] and subject.loop.jobs == []
     assert (subject.runner.pool.num_free, len(subject.trace.events)) == (free, events)
     subject.check_integrity()

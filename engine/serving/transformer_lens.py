@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,16 +15,18 @@ from einops import rearrange
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, Caveat, UnknownSite
-from replaylens.engine.lens.lens import log_softmax
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Block, Mlp
 from replaylens.engine.model.sites import KEY_SITES, SiteTable, layer_of
 from replaylens.engine.model.text import Chat, Prompt, is_chat
+from replaylens.engine.passes.lens import log_softmax
 from replaylens.engine.request.edits import BatchHook, hook_at
 from replaylens.engine.request.values import as_bool, as_int, as_list, integer, named_options, short_repr, token_ids
 from replaylens.engine.serving.branch import Branch
-from replaylens.engine.serving.core import Core
+
+if TYPE_CHECKING:
+    from replaylens.engine.engine import Engine
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 # Texts and token ids, as TransformerLens' verbs take them.
@@ -41,7 +43,7 @@ def inputs(name: str, paths: list[list[int]]) -> Tensor:
     return torch.tensor(paths) if name == "embed.hook_in" else torch.arange(len(paths[0]))[None]
 
 
-def token_paths(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
+def token_paths(engine: Engine, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
     """Checked token ids of sequences of one length."""
     if isinstance(tokens, str) or is_chat(tokens):
         return encoded(engine, tokens, prepend_bos)
@@ -59,7 +61,7 @@ def token_paths(engine: Core, tokens: TokenInput, prepend_bos: bool | None = Non
     return found
 
 
-def one(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
+def one(engine: Engine, tokens: TokenInput, prepend_bos: bool | None = None) -> list[list[int]]:
     """As `token_paths`, of one sequence."""
     found = token_paths(engine, tokens, prepend_bos)
     if len(found) != 1:
@@ -67,7 +69,7 @@ def one(engine: Core, tokens: TokenInput, prepend_bos: bool | None = None) -> li
     return found
 
 
-def encoded(engine: Core, texts: TextInput, prepend_bos: bool | None) -> list[list[int]]:
+def encoded(engine: Engine, texts: TextInput, prepend_bos: bool | None) -> list[list[int]]:
     """The token ids of texts and chats, padded on the right to the longest: a row depends on no later token."""
     accepted = "a text or a chat, or a list of these"
     listed = [texts] if isinstance(texts, str) or is_chat(texts) else as_list("input", texts, accepted)
@@ -83,7 +85,7 @@ def encoded(engine: Core, texts: TextInput, prepend_bos: bool | None) -> list[li
     return [path + [pad] * (longest - len(path)) for path in found]
 
 
-def path_lengths(engine: Core, paths: Sequence[Sequence[int]]) -> list[int]:
+def path_lengths(engine: Engine, paths: Sequence[Sequence[int]]) -> list[int]:
     """The tokens of each sequence of a batch without the padding tokens at its end. A single sequence has none."""
     pad = engine.text.pad_id
     found = [len(path) for path in paths]
@@ -93,7 +95,7 @@ def path_lengths(engine: Core, paths: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def _with_bos(engine: Core, text: str | Chat, prepend_bos: bool | None) -> Any:
+def _with_bos(engine: Engine, text: str | Chat, prepend_bos: bool | None) -> Any:
     """What to prompt with: the text itself if its tokenizer decides, or token ids that begin as asked for."""
     if prepend_bos is None:
         return text
@@ -108,7 +110,7 @@ def _with_bos(engine: Core, text: str | Chat, prepend_bos: bool | None) -> Any:
     return ids[1:] if begins and not prepend_bos else ids if begins or not prepend_bos else [bos, *ids]
 
 
-def decoded(engine: Core, tokens: TokenInput) -> str | list[str]:
+def decoded(engine: Engine, tokens: TokenInput) -> str | list[str]:
     """The text of token ids, or of one; of a batch, one for each."""
     rows = as_list("tokens", [tokens] if integer(tokens) is not None else tokens, "token ids, or several lists of them")
     if rows and all(isinstance(row, Sequence | np.ndarray | Tensor) and integer(row) is None for row in rows):
@@ -124,7 +126,7 @@ HEADS_FIRST = (*KEY_SITES, "q_norm.hook_out", "k_norm.hook_out", "attn.hook_q", 
 """sites that TransformerLens gives as [batch, heads, positions, ...]. The last three: with latent attention"""
 
 
-def layer_number(engine: Core, stop_at_layer: int | None) -> int | None:
+def layer_number(engine: Engine, stop_at_layer: int | None) -> int | None:
     """The block at which a run stops, counted from 0; None: it does not."""
     if stop_at_layer is None:
         return None
@@ -132,7 +134,7 @@ def layer_number(engine: Core, stop_at_layer: int | None) -> int | None:
     return as_int("stop_at_layer", stop_at_layer, -count, count) % (count + (stop_at_layer >= 0))
 
 
-def residual_site(engine: Core, stop: int | None) -> str:
+def residual_site(engine: Engine, stop: int | None) -> str:
     """The residual stream that enters a block; of all blocks or none, that which leaves the last."""
     last = engine.config.num_layers
     return f"blocks.{last - 1}.hook_out" if stop in (None, last) else f"blocks.{stop}.hook_in"
@@ -156,7 +158,7 @@ def sliced(site: str, value: Tensor, where: slice) -> Tensor:
     return rearrange(value, "batch position heads d -> batch heads position d") if site.endswith(HEADS_FIRST) else value
 
 
-def chosen(engine: Core, names_filter: NamesFilter, stop_at_layer: int | None) -> list[str]:
+def chosen(engine: Engine, names_filter: NamesFilter, stop_at_layer: int | None) -> list[str]:
     """The names in the cache: those that a function accepts; of sites given by name, their own and the legacy one as well."""
     table, stop = engine.sites, layer_number(engine, stop_at_layer)
     every = _every(table)
@@ -248,7 +250,7 @@ class Cached(dict[str, Tensor]):
 class CacheModel:
     """Weights in TransformerLens' shapes, the final norm, and tokens. On the CPU, where cached values are."""
 
-    def __init__(self, engine: Core) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.cfg = tl_config(engine.config)
         self.blocks = [CacheBlock(block) for block in engine.model.blocks]
@@ -319,170 +321,148 @@ class CacheBlock:
             self.mlp = SimpleNamespace(W_out=block.mlp.down.weight.detach().cpu(), b_out=plain(block.mlp.down.bias))
 
 
-# ---- interop ---------------------------------------------------------------------------------------------------------
+# ---- verbs -----------------------------------------------------------------------------------------------------------
+# The methods of an engine that are called as in TransformerLens. Their values are canonical, except after hooks.
+#
+# Sequences are of one length. Strings are padded on the right to the longest one, which changes no row before the padding.
+# In a batch, padding tokens at the end of a sequence do not count in a loss.
+# prepend_bos  None: the tokenizer decides, as in `prompt`; True: with one; False: without
 
 ReturnType = Literal["logits", "loss", "both"] | None
 FwdHook = tuple[str | Callable[[str], bool], Callable[[Tensor, Any], Tensor | None]]
-_around: ContextVar[tuple[tuple[TransformerLensVerbs, FwdHook], ...]] = ContextVar("hooks", default=())
+_around: ContextVar[tuple[tuple[Engine, FwdHook], ...]] = ContextVar("hooks", default=())
 """the hooks of the open `hooks` contexts"""
 
 
-class TransformerLensVerbs(Core):
-    """The methods of an engine that are called as in TransformerLens. Their values are canonical, except after hooks.
+@named_options
+def logits_or_loss(
+    engine: Engine,
+    tokens: TokenInput,
+    return_type: ReturnType = "logits",
+    *,
+    loss_per_token: bool = False,
+    prepend_bos: bool | None = None,
+    stop_at_layer: int | None = None,
+) -> Any:
+    """Logits [batch, positions, vocab], the mean loss of predicting the tokens, both, or nothing.
 
-    Sequences are of one length. Strings are padded on the right to the longest one, which changes no row before the padding.
-    In a batch, padding tokens at the end of a sequence do not count in a loss.
-    prepend_bos  None: the tokenizer decides, as in `prompt`; True: with one; False: without
+    stop_at_layer  returns the residual stream that enters this block instead; negative ones count from the end
     """
+    return _run(engine, tokens, (), (), return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
 
-    _kept: tuple[FwdHook, ...] = ()
-    """what `add_hook` added"""
 
-    @named_options
-    def __call__(
-        self,
-        tokens: TokenInput,
-        return_type: ReturnType = "logits",
-        *,
-        loss_per_token: bool = False,
-        prepend_bos: bool | None = None,
-        stop_at_layer: int | None = None,
-    ) -> Any:
-        """Logits [batch, positions, vocab], the mean loss of predicting the tokens, both, or nothing.
+@named_options
+def run_with_cache(
+    engine: Engine,
+    tokens: TokenInput,
+    names_filter: NamesFilter = None,
+    pos_slice: slice | int | None = None,
+    *,
+    return_type: ReturnType = "logits",
+    loss_per_token: bool = False,
+    remove_batch_dim: bool = False,
+    return_cache_object: bool = True,
+    prepend_bos: bool | None = None,
+    stop_at_layer: int | None = None,
+) -> tuple[Any, Any]:
+    """What `engine(tokens)` returns, and a TransformerLens `ActivationCache` of the named sites.
 
-        stop_at_layer  returns the residual stream that enters this block instead; negative ones count from the end
-        """
-        return _run(self, tokens, (), (), return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
+    names_filter         a name, several, or a function of the name; None: every site that the device can capture
+    pos_slice            positions in the cache; the logits cover all positions
+    remove_batch_dim     of the cache, for one sequence
+    return_cache_object  False: a dict of tensors
+    stop_at_layer        as in `engine(tokens)`; the cache ends before this block
 
-    @named_options
-    def run_with_cache(
-        self,
-        tokens: TokenInput,
-        names_filter: NamesFilter = None,
-        pos_slice: slice | int | None = None,
-        *,
-        return_type: ReturnType = "logits",
-        loss_per_token: bool = False,
-        remove_batch_dim: bool = False,
-        return_cache_object: bool = True,
-        prepend_bos: bool | None = None,
-        stop_at_layer: int | None = None,
-    ) -> tuple[Any, Any]:
-        """What `engine(tokens)` returns, and a TransformerLens `ActivationCache` of the named sites.
+    Every value is canonical: it has the same bits as in a replay, a fork or a dump.
+    """
+    rows, names = token_paths(engine, tokens, prepend_bos), chosen(engine, names_filter, stop_at_layer)
+    where = slice_of(pos_slice, len(rows[0]))
+    if as_bool("remove_batch_dim", remove_batch_dim) and len(rows) > 1:
+        raise BadRequest(f"remove_batch_dim=True was given for {len(rows)} sequences. Give one sequence.")
+    sites = tuple(dict.fromkeys(engine.sites.resolve(name) for name in names if name not in INPUTS))
+    out, values = _run(engine, rows, sites, (), return_type, loss_per_token, None, stop_at_layer)
+    cache: dict[str, Tensor] = {}
+    for name in names:
+        if name in INPUTS:
+            cache[name] = inputs(name, rows)[..., where]
+        else:
+            site = engine.sites.resolve(name)
+            cache[name] = sliced(site, values[site], where)
+    if not as_bool("return_cache_object", return_cache_object):
+        return out, {name: value[0] for name, value in cache.items()} if remove_batch_dim else cache
+    from transformer_lens import ActivationCache
 
-        names_filter         a name, several, or a function of the name; None: every site that the device can capture
-        pos_slice            positions in the cache; the logits cover all positions
-        remove_batch_dim     of the cache, for one sequence
-        return_cache_object  False: a dict of tensors
-        stop_at_layer        as in `engine(tokens)`; the cache ends before this block
+    made = ActivationCache(Cached(cache, engine.sites), CacheModel(engine))
+    return out, made.remove_batch_dim() if remove_batch_dim else made
 
-        Every value is canonical: it has the same bits as in a replay, a fork or a dump.
-        """
-        rows, names = token_paths(self, tokens, prepend_bos), chosen(self, names_filter, stop_at_layer)
-        where = slice_of(pos_slice, len(rows[0]))
-        if as_bool("remove_batch_dim", remove_batch_dim) and len(rows) > 1:
-            raise BadRequest(f"remove_batch_dim=True was given for {len(rows)} sequences. Give one sequence.")
-        sites = tuple(dict.fromkeys(self.sites.resolve(name) for name in names if name not in INPUTS))
-        out, values = _run(self, rows, sites, (), return_type, loss_per_token, None, stop_at_layer)
-        cache: dict[str, Tensor] = {}
-        for name in names:
-            if name in INPUTS:
-                cache[name] = inputs(name, rows)[..., where]
-            else:
-                site = self.sites.resolve(name)
-                cache[name] = sliced(site, values[site], where)
-        if not as_bool("return_cache_object", return_cache_object):
-            return out, {name: value[0] for name, value in cache.items()} if remove_batch_dim else cache
-        from transformer_lens import ActivationCache
 
-        made = ActivationCache(Cached(cache, self.sites), CacheModel(self))
-        return out, made.remove_batch_dim() if remove_batch_dim else made
+@named_options
+def run_with_hooks(
+    engine: Engine,
+    tokens: TokenInput,
+    fwd_hooks: Sequence[FwdHook] = (),
+    *,
+    return_type: ReturnType = "logits",
+    loss_per_token: bool = False,
+    prepend_bos: bool | None = None,
+    stop_at_layer: int | None = None,
+) -> Any:
+    """As `engine(tokens)`, with hook functions: (name, or function of the name; function of value and hook) pairs.
 
-    @named_options
-    def run_with_hooks(
-        self,
-        tokens: TokenInput,
-        fwd_hooks: Sequence[FwdHook] = (),
-        *,
-        return_type: ReturnType = "logits",
-        loss_per_token: bool = False,
-        prepend_bos: bool | None = None,
-        stop_at_layer: int | None = None,
-    ) -> Any:
-        """As `engine(tokens)`, with hook functions: (name, or function of the name; function of value and hook) pairs.
+    A function sees and may replace the value of the whole batch. What it computes is not certified: an `Edit` is.
+    """
+    return _run(engine, tokens, (), fwd_hooks, return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
 
-        A function sees and may replace the value of the whole batch. What it computes is not certified: an `Edit` is.
-        """
-        return _run(self, tokens, (), fwd_hooks, return_type, loss_per_token, prepend_bos, stop_at_layer)[0]
 
-    @contextmanager
-    def hooks(self, fwd_hooks: Sequence[FwdHook] = ()) -> Iterator[TransformerLensVerbs]:
-        """A context in which `engine(tokens)`, `run_with_cache` and `run_with_hooks` run with these hooks as well.
+@contextmanager
+def hooks(engine: Engine, fwd_hooks: Sequence[FwdHook] = ()) -> Iterator[Engine]:
+    """A context in which `engine(tokens)`, `run_with_cache` and `run_with_hooks` run with these hooks as well.
 
-        Branches have their own: `prompt(..., hooks=...)`, `fork(hooks=...)`.
-        """
-        pairs = tuple((self, (name, function)) for name, function in _pairs(fwd_hooks))
-        before = _around.set((*_around.get(), *pairs))
-        try:
-            yield self
-        finally:
-            _around.reset(before)
+    Branches have their own: `prompt(..., hooks=...)`, `fork(hooks=...)`.
+    """
+    pairs = tuple((engine, (name, function)) for name, function in _pairs(fwd_hooks))
+    before = _around.set((*_around.get(), *pairs))
+    try:
+        yield engine
+    finally:
+        _around.reset(before)
 
-    def add_hook(self, name: str | Callable[[str], bool], hook: Callable[[Tensor, Any], Tensor | None]) -> None:
-        """Mutates: `engine(tokens)`, `run_with_cache` and `run_with_hooks` run with this hook too, until `reset_hooks`.
 
-        Branches, verbs and dumps do not: give them edits, which are certified, or hooks of their own.
-        """
-        (pair,) = _pairs([(name, hook)])
-        if isinstance(name, str):
-            hook_at(name, hook, self.sites)
-        self._kept = (*self._kept, pair)
+def add_hook(engine: Engine, name: str | Callable[[str], bool], hook: Callable[[Tensor, Any], Tensor | None]) -> None:
+    """Mutates: `engine(tokens)`, `run_with_cache` and `run_with_hooks` run with this hook too, until `reset_hooks`.
 
-    def reset_hooks(self) -> None:
-        """Mutates: removes the hooks of `add_hook`."""
-        self._kept = ()
+    Branches, verbs and dumps do not: give them edits, which are certified, or hooks of their own.
+    """
+    (pair,) = _pairs([(name, hook)])
+    if isinstance(name, str):
+        hook_at(name, hook, engine.sites)
+    engine._kept = (*engine._kept, pair)
 
-    @property
-    def cfg(self) -> SimpleNamespace:
-        """The sizes of the model by TransformerLens' names: n_layers, n_heads, d_model, d_vocab, ... `config` has all."""
-        return tl_config(self.config)
 
-    @property
-    def W_U(self) -> Tensor:
-        """The unembedding [d_model, vocab], on the CPU. Norms are not folded into it."""
-        return CacheModel(self).W_U
+def reset_hooks(engine: Engine) -> None:
+    """Mutates: removes the hooks of `add_hook`."""
+    engine._kept = ()
 
-    @property
-    def W_E(self) -> Tensor:
-        """The embedding [vocab, d_model], on the CPU."""
-        return self.model.embed.detach().cpu()
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's own tokenizer; None if it has none."""
-        return self.text.tokenizer
+@named_options
+def to_tokens(engine: Engine, input: TextInput, prepend_bos: bool | None = None) -> Tensor:
+    """Token ids [batch, positions] of a text or chat, or of several; padded on the right with the padding token."""
+    return torch.tensor(encoded(engine, input, prepend_bos))
 
-    @named_options
-    def to_tokens(self, input: TextInput, prepend_bos: bool | None = None) -> Tensor:
-        """Token ids [batch, positions] of a text or chat, or of several; padded on the right with the padding token."""
-        return torch.tensor(encoded(self, input, prepend_bos))
 
-    def to_string(self, tokens: TokenInput) -> str | list[str]:
-        """The text of token ids; of a batch, one for each."""
-        return decoded(self, tokens)
+def to_str_tokens(engine: Engine, input: TokenInput, prepend_bos: bool | None = None) -> list[str]:
+    """The text of each token of one text or path."""
+    (path,) = one(engine, input, prepend_bos)
+    return [engine.text.token(token) for token in path]
 
-    def to_str_tokens(self, input: TokenInput, prepend_bos: bool | None = None) -> list[str]:
-        """The text of each token of one text or path."""
-        (path,) = one(self, input, prepend_bos)
-        return [self.text.token(token) for token in path]
 
-    def to_single_token(self, string: str) -> int:
-        """The id of a text that is one token; BadRequest if it is not."""
-        return self._target(string)
+def to_single_token(engine: Engine, string: str) -> int:
+    """The id of a text that is one token; BadRequest if it is not."""
+    return engine._target(string)
 
 
 def _run(
-    engine: Core,
+    engine: Engine,
     tokens: TokenInput,
     sites: Sequence[str],
     fwd_hooks: Sequence[FwdHook],
@@ -499,9 +479,8 @@ def _run(
     wanted = residual_site(engine, stop)
     if return_type in ("loss", "both") and (stop is not None or len(paths[0]) < 2):
         raise BadRequest("A loss needs the whole model and at least two tokens. Ask for return_type='logits' instead.")
-    kept = engine._kept if isinstance(engine, TransformerLensVerbs) else ()
     around = [hook for owner, hook in _around.get() if owner is engine]
-    hooks = _batched(engine, [*kept, *around, *_pairs(fwd_hooks)], paths)
+    hooks = _batched(engine, [*engine._kept, *around, *_pairs(fwd_hooks)], paths)
     branches = engine.prompts(paths, sites=list(dict.fromkeys([*sites, wanted])), hooks=hooks)
     try:
         values = {site: torch.stack([branch.activations[site] for branch in branches]) for site in sites}
@@ -542,7 +521,7 @@ def _pairs(fwd_hooks: Sequence[FwdHook]) -> list[FwdHook]:
     return [(pair[0], pair[1]) for pair in pairs]
 
 
-def _batched(engine: Core, pairs: list[FwdHook], paths: list[list[int]]) -> list[tuple[str, BatchHook]]:
+def _batched(engine: Engine, pairs: list[FwdHook], paths: list[list[int]]) -> list[tuple[str, BatchHook]]:
     """The hooks of all sequences of a batch. A function of the name chooses among the sites' own names."""
     found: list[tuple[str, BatchHook]] = []
     for name, function in pairs:

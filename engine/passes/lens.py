@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadWeights, FingerprintMismatch
-from replaylens.engine.files import saves_of, write_pair
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
@@ -80,6 +79,8 @@ class TunedLens:
     def save(self, path: str | Path) -> None:
         """Write the weights, and next to them a JSON file with their digest and the hash of their unembedding. An older lens is
         replaced by both or by neither; BadRequest if files of these names are none."""
+        from replaylens.engine.files import write_pair
+
         path = Path(path)
         record = path.with_suffix(".json")
         about = json.dumps({"format": 1, "unembed": self.unembed, "digest": self.digest}) + "\n"
@@ -89,6 +90,8 @@ class TunedLens:
     @classmethod
     def load(cls, path: str | Path) -> "TunedLens":
         """Read a saved lens. Raises BadWeights if the two files are unreadable or do not match."""
+        from replaylens.engine.files import saves_of
+
         path = as_path("path", path)
         record, problem = path.with_suffix(".json"), None
         for file in saves_of(path):
@@ -240,11 +243,11 @@ def _next_token(logits: Tensor, tokens: Tensor, logprob: Tensor, entropy: Tensor
 def _read(spec: LensSpec, runner: Runner, stacked: Tensor, emitted: list[int], ranked: bool = False) -> Rows:
     n, layers, d = stacked.shape
     if runner.device == "cuda" and not ranked:
-        from replaylens.engine.lens import cuda as cuda_lens  # its kernel needs triton
+        from replaylens.engine.passes import cuda as cuda_lens  # its kernel needs triton
 
         # float32 is portable arithmetic, which the host computes of portable logits
         if spec.fits_kernel and runner.model.config.plain_logits and runner.model.dtype != torch.float32:
-            return cuda_lens.read(spec, runner.model, stacked, emitted)
+            return cuda_lens.read_lens(spec, runner.model, stacked, emitted)
     parts: dict[str, list[Tensor]] = {}
     step = max(1, min(_TOGETHER, _NUMBERS // runner.model.config.vocab_size) // layers)
     for first in range(0, n, step):

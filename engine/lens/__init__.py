@@ -1,1 +1,0 @@
-"""The logit lens (Z), plain and tuned."""
