@@ -20,6 +20,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.core.caching import NullCache
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
 # ---- machine ---------------------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ def _shape() -> tuple[int, int, int, int, int]:
 VECTOR, PANEL, TILE, STRIP, STRIP_ROWS = _shape()
 
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 """no fast math: every operation is rounded as it is written"""
 
 
@@ -68,25 +70,44 @@ def compiled(signature: str, within: bool = False) -> Callable[[Callable[..., An
     """
 
     def made(function: Callable[..., Any]) -> Any:
-        # numba finds a kernel by its name and by the age of its own file, and inlines the functions of this one
-        function.__qualname__ += f"_{_SOURCE}"
-        kernel = njit(no_cpython_wrapper=within, **_OPTIONS)(function)
-        try:
-            kernel.enable_caching()
-        except RuntimeError:
-            _warn_not_kept()
-        try:
-            kernel.compile(signature)
-        except Exception:  # a damaged file raises anything, as does a full disk
-            try:
-                kernel._cache.flush()
-            except OSError:
-                kernel._cache = NullCache()
-            kernel.compile(signature)
+        kernel = njit(no_cpython_wrapper=within, no_cfunc_wrapper=True, **_OPTIONS)(_named(function))
+        _compile(kernel, signature)
         kernel.disable_compile()
         return kernel
 
     return made
+
+
+def task(function: Callable[..., Any]) -> CFunc:
+    """Compile `function(given, index, count) -> 1`, one thread's part of some work, to be called by its `address`.
+
+    given         the address of its arguments, which `arguments` reads
+    index, count  of the threads
+    """
+    kernel = CFunc(_named(function), normalize_signature("intp(intp,intp,intp)"), {}, dict(_OPTIONS))
+    _compile(kernel)
+    return kernel
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """numba finds a kernel by its name and by the age of its own file, and inlines the functions of this one."""
+    function.__qualname__ += f"_{_SOURCE}"
+    return function
+
+
+def _compile(kernel: Any, *signature: str) -> None:
+    try:
+        kernel.enable_caching()
+    except RuntimeError:
+        _warn_not_kept()
+    try:
+        kernel.compile(*signature)
+    except Exception:  # a damaged file raises anything, as does a full disk
+        try:
+            kernel._cache.flush()
+        except OSError:
+            kernel._cache = NullCache()
+        kernel.compile(*signature)
 
 
 @cache
@@ -102,7 +123,7 @@ def _warn_not_kept() -> None:
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
-inlined = njit(inline="never", no_cpython_wrapper=True, **_OPTIONS)
+inlined = njit(inline="never", no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 """of functions that only compiled ones call, compiled anew for each of them"""
 
 
@@ -112,6 +133,19 @@ def _pointer(_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(address), codegen
+
+
+@intrinsic(prefer_literal=True)
+def arguments(_context: Any, address: Any, count: Any) -> Any:
+    """The first `count`, a literal, int64 at an address, as a tuple."""
+    kind = types.UniTuple(types.intp, count.literal_value)
+
+    def codegen(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        first = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+        read = [builder.load(builder.gep(first, [ir.Constant(ir.IntType(64), i)])) for i in range(kind.count)]
+        return context.make_tuple(builder, kind, read)
+
+    return kind(address, count), codegen
 
 
 @inlined
@@ -124,6 +158,12 @@ def floats(address, count):
 def integers(address, count):
     """`count` int64 at an address, as an array."""
     return carray(_pointer(address), (count,), np.int64)
+
+
+@inlined
+def share(index, count, total):
+    """[first, end) of one thread's share of `total` outputs."""
+    return index * total // count, (index + 1) * total // count
 
 
 @inlined

@@ -14,6 +14,7 @@ from replaylens.gradients.gradients import Gradients
 from replaylens.kernels import cpu_recurrent, threads
 from replaylens.weights.loading import load
 from replaylens.workbench.lens import fit_jacobian_lens
+from tests.hostile import divide_everything
 from tests.engine.passes.packed import sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
@@ -114,7 +115,7 @@ def test_the_same_bits_in_any_batch_and_after_forks(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS[1:])
 def test_the_same_bits_on_any_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "WORTH", 1.0)
+    divide_everything(monkeypatch)
     branch, found = Engine(decoder(name)).prompt(tokens(80)), []
     for count in (1, 3):
         with threads.within(count):
