@@ -5,7 +5,9 @@ ordered by their pages: neighbours whose block lies in the same pages read it to
 to branches of one prompt.
 """
 
+import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -337,41 +339,43 @@ _INFINITE = np.uint32(0x7F800000)
 """the exponent of infinity and NaN"""
 
 
-@compiled("intp(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _store(kv, by_row, by_head, planes, by_plane, slots, num_slots, rows, heads, width):
-    """0; 1, and nothing is written, if a number is not finite; 2 if a slot does not exist."""
-    places = integers(slots, rows)
+@task
+def _store(given, index, count):
+    """In one part. `told` becomes 1, and nothing is written, if a number is not finite; 2 if a slot does not exist."""
+    kv, by_row, by_head, planes, by_plane, slots, num_slots, rows, heads, width, told = arguments(given, 11)
+    places, ended = integers(slots, rows), integers(told, 1)
     for row in range(rows):
         largest = np.uint32(0)
         for head in range(heads):
             source = words(kv + 4 * (row * by_row + head * by_head), width)
             for i in range(width):
                 largest = max(largest, source[i] & _INFINITE)
-        if largest == _INFINITE:
+        if largest == _INFINITE or places[row] < 0 or places[row] >= num_slots:
+            ended[0] = 1 if largest == _INFINITE else 2
             return 1
-        if places[row] < 0 or places[row] >= num_slots:
-            return 2
     for head in range(heads):
         for row in range(rows):
             source = words(kv + 4 * (row * by_row + head * by_head), width)
             target = words(planes + 4 * (head * by_plane + places[row] * width), width)
             for i in range(width):
                 target[i] = source[i]
-    return 0
+    return 1
 
 
-def store(kv: Tensor, planes: Tensor, slots: Tensor) -> bool:
+def store(kv: Tensor, planes: Tensor, slots: Tensor, told: Tensor | None = None) -> bool:
     """Mutates planes [heads, slots, width], contiguous: kv [rows, heads, width] goes to `slots` [rows] int64.
 
-    False, and nothing is written, if a number is not finite.
+    False, and nothing is written, if a number is not finite. told: [1] int64, zero, is filled with 1 then
     """
     require_rows(kv)
     require_integers(slots)
     rows, heads, width = kv.shape
     fits = planes.dtype == torch.float32 and planes.is_contiguous() and planes.shape[::2] == (heads, width)
     require(fits and slots.shape == (rows,), f"{heads} planes of vectors of {width}", planes)
-    given = (kv.data_ptr(), kv.stride(0), kv.stride(1), planes.data_ptr(), planes.stride(0), slots.data_ptr())
-    ended: int = _store(*given, planes.shape[1], rows, heads, width)
+    told = torch.zeros(1, dtype=torch.int64) if told is None else told
+    given = kv.data_ptr(), kv.stride(0), kv.stride(1), planes.data_ptr(), planes.stride(0), slots.data_ptr(), planes.shape[1]
+    divided(_store, 0.0, 1, *given, rows, heads, width, told.data_ptr())
+    ended = ctypes.c_int64.from_address(told.data_ptr()).value  # a tenth of int(told)
     if ended == 2:
         raise ValueError(f"Expected slots below {planes.shape[1]}, not {int(slots.min())} to {int(slots.max())}.")
     return ended == 0
@@ -393,6 +397,11 @@ class HostRows:
     page_size: int
     order: Tensor
     """[rows] int64: rows by the pages of their sequences, so that those which share keys are neighbours"""
+
+    @cached_property
+    def keys_seen(self) -> float:
+        """of all rows together"""
+        return float(self.position.sum()) + len(self.position)
 
     def __post_init__(self) -> None:
         for x in (self.sequence, self.position, self.pages, self.order):
@@ -432,7 +441,7 @@ def attend(
         return out
     room = 0 if scores is None and hidden is None else (scores if scores is not None else hidden).shape[-1]  # type: ignore[union-attr]
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
-    cost = 2.0 * float(rows.position.sum()) * heads * keys.shape[-1]
+    cost = 2.0 * rows.keys_seen * heads * keys.shape[-1]
     per_chunk = max(1, min(_PAIRS // group, num * kv_heads // threads_for(cost, num * kv_heads)))
     divided(
         _attend, cost, -(-num // per_chunk) * kv_heads, q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(),

@@ -13,6 +13,7 @@ import threading
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,16 @@ def _run(crew, function, given, count):
     return failed
 
 
+@compiled("intp(intp,intp,intp,intp)")
+def _run_list(crew, works, num, arguments):
+    """Run works [num, 3] one after another: (task, where its arguments begin, parts) -> 0, or which of them failed, from 1."""
+    table = integers(works, 3 * num)
+    for i in range(num):
+        if _run(crew, table[3 * i], arguments + 8 * table[3 * i + 1], table[3 * i + 2]):
+            return i + 1
+    return 0
+
+
 class Crew:
     """Threads that wait for work."""
 
@@ -197,6 +208,13 @@ class Crew:
             self._start(count - 1)
         if _run(self.address, function.address, given.buffer_info()[0], count):
             raise MemoryError(f"{function.__name__} in {count} parts: there is no memory for its sums.")
+
+    def run_list(self, works: "np.ndarray[Any, np.dtype[np.int64]]", given: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
+        """Run works [num, 3], whose arguments lie in `given`, in one call. See `_run_list`."""
+        if self.helpers < (most := int(works[:, 2].max()) - 1):
+            self._start(most)
+        if failed := _run_list(self.address, works.ctypes.data, len(works), given.ctypes.data):
+            raise MemoryError(f"Work {failed} of {len(works)} of a pass: there is no memory for its sums.")
 
     def _start(self, helpers: int) -> None:
         """Start what is missing of so many threads. There may be fewer: the others do their parts."""
@@ -257,16 +275,49 @@ def within(count: int) -> Iterator[None]:
         _here.count = before
 
 
+def run_list(works: "np.ndarray[Any, np.dtype[np.int64]]", given: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
+    """See `Crew.run_list`."""
+    _crew.run_list(works, given)
+
+
+def allowed() -> int:
+    """How many threads kernels may use."""
+    return min(getattr(_here, "count", None) or _of_torch(), PROCESSORS)
+
+
 def threads_for(cost: float, pieces: int) -> int:
     """How many threads are allowed and pay for work of so many multiply-adds that has so many pieces at most."""
     if cost < GRAIN:
         return 1
-    return max(1, min(getattr(_here, "count", None) or _of_torch(), PROCESSORS, pieces, 1 + int(cost) // GRAIN))
+    return max(1, min(allowed(), pieces, 1 + int(cost) // GRAIN))
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What `divided` was asked for."""
+
+    function: CFunc
+    cost: float
+    pieces: int
+    given: "array[int]"
 
 
 def divided(function: CFunc, cost: float, pieces: int, *given: int) -> None:
     """Run a task with these arguments on as many threads as are allowed and pay. See `threads_for`."""
-    _crew.run(function, array("q", given), threads_for(cost, pieces))
+    arguments = array("q", given)
+    _crew.run(function, arguments, threads_for(cost, pieces))
+    if (written := getattr(_here, "written", None)) is not None:
+        written.append(Work(function, cost, pieces, arguments))
+
+
+@contextmanager
+def written() -> Iterator[list[Work]]:
+    """The works that this thread divides within the block."""
+    _here.written = list[Work]()
+    try:
+        yield _here.written
+    finally:
+        _here.written = None
 
 
 def _of_torch() -> int:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
     from replaylens.engine.passes.products import Products
+    from replaylens.engine.passes.recorded import RecordedPasses
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
 # Taps that edit the sites of a pass, one segment after another. On a GPU, edits run as an `EditProgram`.
@@ -268,6 +269,18 @@ class Runner:
         return Products()
 
     @cached_property
+    def recorded(self) -> "RecordedPasses | None":
+        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, or since a
+        recurrent layer's lists of pieces differ from pass to pass."""
+        if self.kernels or self.device != "cpu" or not self.one_device or self.elsewhere is not None:
+            return None
+        if any(self.model.config.has("mixer", layer) for layer in range(self.model.config.num_layers)):
+            return None
+        from replaylens.engine.passes.recorded import RecordedPasses
+
+        return RecordedPasses(self.model, self.one_cache, self.products)
+
+    @cached_property
     def host_copy(self) -> HostCopy:
         """The way of captured rows to the host; made when it is first needed."""
         return HostCopy(self.device, self.capture_buffer)
@@ -411,7 +424,15 @@ class Runner:
 
     def _launched(self, batch: Batch, cache: AnyCache, tap: Tap | None, end: int | None = None, exact: bool = True) -> Tensor:
         """A pass from the tokens up to block `end`, launched: [rows, d_model]"""
-        return self._blocks(self.model.embedding(batch.tokens, batch.positions, tap), batch, cache, tap, 0, end, exact=exact)
+        x = self.model.embedding(batch.tokens, batch.positions, tap)
+        if self.recorded is not None and end is None and cache is self.cache and isinstance(tap, PassTap | None):
+            if not any(s.edits or s.hooks for s in batch.segments):
+                sites = frozenset() if tap is None else tap.wanted
+                if (ran := self.recorded.run(x, batch, sites, exact)) is not None:
+                    if tap is not None:
+                        tap.values.update(ran.values)
+                    return ran.residual
+        return self._blocks(x, batch, cache, tap, 0, end, exact=exact)
 
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`, on the batch's device."""

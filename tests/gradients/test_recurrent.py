@@ -14,11 +14,11 @@ from replaylens.gradients.gradients import Gradients
 from replaylens.kernels import cpu_recurrent, threads
 from replaylens.weights.loading import load
 from replaylens.workbench.lens import fit_jacobian_lens
-from tests.hostile import divide_everything
 from tests.engine.passes.packed import sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
 from tests.gradients.reference import difference, of_decoder
+from tests.hostile import divide_everything
 from tests.workbench.test_jacobian import own_jacobians
 
 KINDS = ("lfm2", "qwen3-next", "mamba2")

@@ -384,7 +384,8 @@ def test_workers_that_start_in_other_modes_take_the_usual_ones(mode: str, monkey
             monkeypatch.setattr(threads, "_set_usual_modes", lambda: None)
         with MODES[mode]():
             in_workers()
-        assert torch.equal(in_workers(), right) is not fault, "control: they would keep them"
+        found = [torch.equal(in_workers(), right) for _ in range(200)]  # helpers do not come to every work
+        assert all(found) is not fault, "control: they would keep them"
 
 
 def set_precision(value: str) -> None:
