@@ -23,10 +23,10 @@ from replaylens.kernels.portable import (
     exp,
     floats,
     fma,
-    half_tile,
     height,
     inlined,
     integers,
+    largest,
     log,
     log64,
     pack_rows,
@@ -228,35 +228,34 @@ def _product(given, index, count):
     first, rows = first_tile * TILE, min(all_rows, end_tile * TILE) - first_tile * TILE
     x, out, residual = x + 4 * first * ldx, out + 4 * first * ldo, residual + 4 * first * ldr if residual else 0
     packed = np.empty(_BLOCK * inputs, np.float32)
-    levels = np.empty(3 * TILE * PANEL, np.float32)
-    edge = np.empty(TILE * PANEL, np.float32)
+    levels = np.empty(3 * _BLOCK * PANEL, np.float32)
+    edge = np.empty(_BLOCK * PANEL, np.float32)
     widen, size = short and rows > _NARROW, 2 if short else 4
     wide = np.empty(inputs * PANEL if widen else 1, np.float32)
+    held, sums, edges = np.intp(packed.ctypes.data), np.intp(levels.ctypes.data), np.intp(edge.ctypes.data)
     for block in range(0, rows, _BLOCK):
-        count = min(_BLOCK, rows - block)
+        tiles = min(_BLOCK, rows - block)
         done = 0
-        while done < count:
-            h = height(count - done, TILE)
-            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, np.intp(packed.ctypes.data) + 4 * done * inputs)
+        while done < tiles:
+            h = height(tiles - done, TILE)
+            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, held + 4 * done * inputs)
             done += h
         for panel in range(first_panel, end_panel):
             b, column = panels + panel * inputs * PANEL * size, panel * PANEL
-            width = min(PANEL, outputs - column)
+            width, y = min(PANEL, outputs - column), out + 4 * (block * ldo + column)
             if widen:
                 _widen(b, np.intp(wide.ctypes.data), inputs * PANEL)
                 b = np.intp(wide.ctypes.data)
-            done = 0
-            while done < count:
-                h = height(count - done, TILE)
-                a, y = np.intp(packed.ctypes.data) + 4 * done * inputs, out + 4 * ((block + done) * ldo + column)
-                target, ldt = (y, ldo) if width == PANEL else (np.intp(edge.ctypes.data), PANEL)
-                if short and not widen:
-                    half_tile(h, a, b, inputs, parts, target, ldt, np.intp(levels.ctypes.data))
-                else:
-                    tile(h, a, b, inputs, parts, target, ldt, np.intp(levels.ctypes.data))
-                more = residual + 4 * ((block + done) * ldr + column) if residual else 0
-                _finish(target, ldt, y, ldo, h, width, bias + 4 * column if bias else 0, more, ldr)
-                done += h
+            target, ldt = (y, ldo) if width == PANEL else (edges, PANEL)
+            for part in range(parts):  # outside, so that a part of the panel (14 KB) stays in the first cache
+                done = 0
+                while done < tiles:
+                    h = height(tiles - done, TILE)
+                    a, c, sum_ = held + 4 * done * inputs, target + 4 * done * ldt, sums + 4 * 3 * done * PANEL
+                    tile(part, h, a, b, short and not widen, inputs, parts, c, ldt, sum_)
+                    done += h
+            more = residual + 4 * (block * ldr + column) if residual else 0
+            _finish(target, ldt, y, ldo, tiles, width, bias + 4 * column if bias else 0, more, ldr)
     return 1
 
 
@@ -549,9 +548,7 @@ def _log_softmax(given, index, count):
     lanes, weights = np.empty(LANES, np.float32), np.empty(width, np.float32)
     for row in range(first, end):
         v = floats(x + 4 * row * width, width)
-        top = np.float32(-np.inf)
-        for i in range(width):
-            top = v[i] if v[i] > top else top
+        top = largest(v, lanes)
         for i in range(width):
             weights[i] = exp(v[i] - top)
         whole = top + log(row_sum(weights, lanes))

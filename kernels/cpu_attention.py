@@ -36,7 +36,7 @@ from replaylens.kernels.threads import bits, divided, threads_for
 
 KV_BLOCK, KV_SPLIT = 64, 512
 _SUMS = KV_BLOCK // 2
-_PAIRS = 64
+_PAIRS = 192
 """(row, query head) pairs that walk together. Moves no bit"""
 _NONE, _ZERO = np.float32(-np.inf), np.float32(0.0)
 
@@ -109,14 +109,22 @@ def _scored(scores, seen, scale, cap, slope, start, before, hidden):
         s[j] = _NONE
 
 
-@compiled("float32(intp,intp,float32,intp,intp,intp)", within=True)
-def _weighted(scores, seen, m, sums, values, width):
-    """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned."""
+@compiled("float32(intp,intp,float32,intp,intp,intp,intp)", within=True)
+def _weighted(scores, seen, m, sums, values, width, room):
+    """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned.
+
+    room  for half a block: the maximum is found by halves, since one comparison after another took half of a prompt's attention
+    """
     s, total, a = floats(scores, KV_BLOCK), floats(sums, _SUMS), floats(values, width)
     count = (seen + STRIP - 1) // STRIP * STRIP
-    top = m
-    for j in range(count):
-        top = s[j] if s[j] > top else top
+    most, half = floats(room, KV_BLOCK // 2), KV_BLOCK // 2
+    for j in range(half):
+        most[j] = s[j] if s[j] > s[j + half] else s[j + half]
+    while half > 1:
+        half //= 2
+        for j in range(half):
+            most[j] = most[j] if most[j] > most[j + half] else most[j + half]
+    top = most[0] if most[0] > m else m
     safe = _ZERO if top == _NONE else top
     for j in range(count):
         s[j] = exp(s[j] - safe)
@@ -227,10 +235,10 @@ def _weigh(
 
     order            of the rows whose pairs these are
     scores, hidden   [all rows, heads, keys], or 0: as `attend`'s
-    sums_and_values  addresses of the pairs' maxima, sums and values, and the width of the latter
+    sums_and_values  addresses of the pairs' maxima, sums and values, the width of the latter, and room for half a block
     """
     rank, places, slope = integers(order, (first + pairs - 1) // group + 1), integers(position, 1 << 40), floats(slopes, heads)
-    m, held = floats(integers(sums_and_values, 4)[0], first + pairs), integers(sums_and_values, 4)
+    m, held = floats(integers(sums_and_values, 5)[0], first + pairs), integers(sums_and_values, 5)
     for pair in range(first, first + pairs):
         row, own = rank[pair // group], head + pair % group
         edges, address = (row * heads + own) * keys + start, block + 4 * pair * KV_BLOCK
@@ -241,7 +249,7 @@ def _weigh(
             shown, s = floats(scores + 4 * edges, num), floats(address, num)
             for j in range(seen):
                 shown[j] = s[j]
-        m[pair] = _weighted(address, seen, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3])
+        m[pair] = _weighted(address, seen, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3], held[4])
 
 
 @task
@@ -263,13 +271,13 @@ def _attend(given, index, count):
     queries = spaces.ctypes.data
     packed, turned = queries + 4 * room * key_width, queries + 8 * room * key_width
     padding = turned + 4 * key_width * KV_BLOCK
-    pair_spaces = np.empty(room * (2 * KV_BLOCK + 3 + _SUMS + 2 * padded), np.float32)
+    pair_spaces = np.empty(room * (2 * KV_BLOCK + 3 + _SUMS + 2 * padded) + KV_BLOCK // 2, np.float32)
     block = pair_spaces.ctypes.data
     block_packed, m = block + 4 * room * KV_BLOCK, block + 8 * room * KV_BLOCK
     sums, state = m + 4 * room, m + 4 * room * (1 + _SUMS)
     a, merged = state + 8 * room, state + 4 * room * (2 + padded)
-    packed_to, held = np.empty(room, np.int64), np.empty(4, np.int64)
-    held[0], held[1], held[2], held[3] = m, sums, a, padded
+    packed_to, held = np.empty(room, np.int64), np.empty(5, np.int64)
+    held[0], held[1], held[2], held[3], held[4] = m, sums, a, padded, merged + 4 * room * padded
     _fill(padding, KV_BLOCK * padded, _ZERO)
     for item in range(index, (rows + per_chunk - 1) // per_chunk * kv_heads, count):
         chunk, kv_head = item // kv_heads, item % kv_heads

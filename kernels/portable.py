@@ -490,34 +490,18 @@ def _part(part, k, parts):
     return begin, (part + 1) * k // parts - begin, depth
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def tile(rows, a, b, k, parts, c, ldc, levels):
-    """c[rows, PANEL] = a[k, rows] times b[k, PANEL]: `parts` chains over k, added as a tree.
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def tile(part, rows, a, b, short, k, parts, c, ldc, levels):
+    """One part of c[rows, PANEL] = a[k, rows] times b[k, PANEL]: `parts` chains over k, one after another, added as a tree.
 
+    short   b is in bfloat16
     ldc     elements between rows of c
     levels  room for [3, rows, PANEL]: sums of the tree that wait for their other half
     """
-    for part in range(parts):
-        begin, size, depth = _part(part, k, parts)
-        x, w = a + 4 * begin * rows, b + 4 * begin * PANEL
-        y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
-        if rows == 8:
-            _tile_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
-        elif rows == 4:
-            _tile_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
-        elif rows == 2:
-            _tile_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
-        else:
-            _tile_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
-
-
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def half_tile(rows, a, b, k, parts, c, ldc, levels):
-    """`tile`, with b in bfloat16."""
-    for part in range(parts):
-        begin, size, depth = _part(part, k, parts)
-        x, w = a + 4 * begin * rows, b + 2 * begin * PANEL
-        y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
+    begin, size, depth = _part(part, k, parts)
+    x, w = a + 4 * begin * rows, b + (2 if short else 4) * begin * PANEL
+    y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
+    if short:
         if rows == 8:
             _half_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
         elif rows == 4:
@@ -526,6 +510,14 @@ def half_tile(rows, a, b, k, parts, c, ldc, levels):
             _half_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
         else:
             _half_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    elif rows == 8:
+        _tile_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    elif rows == 4:
+        _tile_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    elif rows == 2:
+        _tile_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    else:
+        _tile_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
@@ -539,6 +531,25 @@ def strip(rows, a, b, ldb, k, c, ldc, begun):
         _strip_2(a, b, ldb, k, c, ldc, begun, 0, 0)
     else:
         _strip_1(a, b, ldb, k, c, ldc, begun, 0, 0)
+
+
+@inlined
+def largest(x, lanes):
+    """The largest number that is no NaN. lanes: room for LANES numbers; one comparison after another takes four times as long"""
+    for i in range(LANES):
+        lanes[i] = -_INF
+    whole = len(x) // LANES * LANES
+    for start in range(0, whole, LANES):
+        for i in range(LANES):
+            lanes[i] = x[start + i] if x[start + i] > lanes[i] else lanes[i]
+    for i in range(whole, len(x)):
+        lanes[0] = x[i] if x[i] > lanes[0] else lanes[0]
+    half = LANES
+    while half > 1:
+        half //= 2
+        for i in range(half):
+            lanes[i] = lanes[i] if lanes[i] > lanes[i + half] else lanes[i + half]
+    return lanes[0]
 
 
 @inlined
