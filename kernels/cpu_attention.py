@@ -133,8 +133,9 @@ def _weighted(scores, seen, m, sums, values, width, room):
     shrink = exp(m - safe)
     for j in range(_SUMS):
         total[j] = fma(total[j], shrink, s[2 * j] + s[2 * j + 1])
-    for i in range(width):
-        a[i] *= shrink
+    if shrink != np.float32(1.0):
+        for i in range(width):
+            a[i] *= shrink
     return top
 
 
