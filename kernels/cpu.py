@@ -16,32 +16,38 @@ from replaylens.kernels.portable import (
     PANEL,
     PARTS,
     TILE,
+    arguments,
+    as_float,
     compiled,
     erf,
     exp,
     floats,
     fma,
-    half_tile,
     height,
     inlined,
     integers,
+    largest,
     log,
     log64,
     pack_rows,
     row_sum,
+    share,
     shorts,
     square_sum,
     tanh,
+    task,
     tile,
     words,
 )
-from replaylens.kernels.threads import divided, share
+from replaylens.kernels.threads import bits, divided
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
 _BLOCK = 64
 """rows whose tiles stay in the cache together. Moves no bit"""
 _FEW_PANELS = 4
+_NARROW = 16
+"""rows up to which bfloat16 weights are widened within each tile (331 us at 8 rows), not panel by panel (502). Moves no bit"""
 
 
 @compiled("boolean(intp,intp,intp,intp,intp)", within=True)
@@ -111,8 +117,8 @@ class Panels:
         count = -(-outputs // PANEL)
         data = torch.empty(*several, count, inputs, PANEL, dtype=torch.bfloat16 if short else torch.float32)
         for x, target in zip(each, data if several else data[None], strict=True):
-            fixed = (x.data_ptr(), *x.stride(), target.data_ptr(), short, inputs, outputs)
-            divided(lambda i, n, fixed=fixed: _pack(*fixed, *share(i, n, count)), 4.0 * inputs * outputs, count)  # type: ignore[misc]
+            given = (x.data_ptr(), *x.stride(), target.data_ptr(), short, inputs, outputs)
+            divided(_pack, 4.0 * inputs * outputs, count, *given)
         return cls(data, outputs)
 
     def __getitem__(self, index: int) -> "Panels":
@@ -154,9 +160,11 @@ class Panels:
         return self.data[at // PANEL, :, at % PANEL].float()
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _pack(weight, by_input, by_output, target, short, inputs, outputs, first, end):
-    """Panels [first, end) of a weight."""
+@task
+def _pack(given, index, count):
+    """Some panels of a weight."""
+    weight, by_input, by_output, target, short, inputs, outputs = arguments(given, 7)
+    first, end = share(index, count, (outputs + PANEL - 1) // PANEL)
     for panel in range(first, end):
         width = min(PANEL, outputs - panel * PANEL)
         at = panel * inputs * PANEL
@@ -169,6 +177,7 @@ def _pack(weight, by_input, by_output, target, short, inputs, outputs, first, en
                     few[k * PANEL + j] = np.uint16(bits >> np.uint32(16))
                 else:
                     many[k * PANEL + j] = bits
+    return 1
 
 
 @compiled("void(intp,intp,intp)", within=True)
@@ -197,39 +206,57 @@ def _finish(source, lds, out, ldo, rows, width, bias, residual, ldr):
                 y[j] = other[j] + y[j]
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _product(x, ldx, panels, short, out, ldo, bias, residual, ldr, rows, inputs, outputs, parts, first_panel, end_panel):
-    """The columns of some panels. bias, residual: 0 if there is none"""
+@inlined
+def _row_parts(rows, panels, count):
+    """Into how many parts rows are divided among threads; the panels are divided among the rest. Each part packs its rows, so
+    there are few until every thread has a block of its own, or panels do not go round."""
+    parts = 1
+    for more in range(2, count + 1):
+        if count % more == 0 and (rows >= more * _BLOCK or (panels < count // parts and rows >= more * TILE)):
+            parts = more
+    return parts
+
+
+@task
+def _product(given, index, count):
+    """Some rows and panels of a product. bias, residual: 0 if there is none"""
+    x, ldx, panels, short, out, ldo, bias, residual, ldr, all_rows, inputs, outputs, parts = arguments(given, 13)
+    num_panels = (outputs + PANEL - 1) // PANEL
+    row_parts = _row_parts(all_rows, num_panels, count)
+    first_panel, end_panel = share(index // row_parts, count // row_parts, num_panels)
+    first_tile, end_tile = share(index % row_parts, row_parts, (all_rows + TILE - 1) // TILE)
+    first, rows = first_tile * TILE, min(all_rows, end_tile * TILE) - first_tile * TILE
+    x, out, residual = x + 4 * first * ldx, out + 4 * first * ldo, residual + 4 * first * ldr if residual else 0
     packed = np.empty(_BLOCK * inputs, np.float32)
-    levels = np.empty(3 * TILE * PANEL, np.float32)
-    edge = np.empty(TILE * PANEL, np.float32)
-    widen, size = short and rows > 4, 2 if short else 4
+    levels = np.empty(3 * _BLOCK * PANEL, np.float32)
+    edge = np.empty(_BLOCK * PANEL, np.float32)
+    widen, size = short and rows > _NARROW, 2 if short else 4
     wide = np.empty(inputs * PANEL if widen else 1, np.float32)
+    held, sums, edges = np.intp(packed.ctypes.data), np.intp(levels.ctypes.data), np.intp(edge.ctypes.data)
     for block in range(0, rows, _BLOCK):
-        count = min(_BLOCK, rows - block)
+        tiles = min(_BLOCK, rows - block)
         done = 0
-        while done < count:
-            h = height(count - done, TILE)
-            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, np.intp(packed.ctypes.data) + 4 * done * inputs)
+        while done < tiles:
+            h = height(tiles - done, TILE)
+            pack_rows(x + 4 * (block + done) * ldx, ldx, h, inputs, held + 4 * done * inputs)
             done += h
         for panel in range(first_panel, end_panel):
             b, column = panels + panel * inputs * PANEL * size, panel * PANEL
-            width = min(PANEL, outputs - column)
+            width, y = min(PANEL, outputs - column), out + 4 * (block * ldo + column)
             if widen:
                 _widen(b, np.intp(wide.ctypes.data), inputs * PANEL)
                 b = np.intp(wide.ctypes.data)
-            done = 0
-            while done < count:
-                h = height(count - done, TILE)
-                a, y = np.intp(packed.ctypes.data) + 4 * done * inputs, out + 4 * ((block + done) * ldo + column)
-                target, ldt = (y, ldo) if width == PANEL else (np.intp(edge.ctypes.data), PANEL)
-                if short and not widen:
-                    half_tile(h, a, b, inputs, parts, target, ldt, np.intp(levels.ctypes.data))
-                else:
-                    tile(h, a, b, inputs, parts, target, ldt, np.intp(levels.ctypes.data))
-                more = residual + 4 * ((block + done) * ldr + column) if residual else 0
-                _finish(target, ldt, y, ldo, h, width, bias + 4 * column if bias else 0, more, ldr)
-                done += h
+            target, ldt = (y, ldo) if width == PANEL else (edges, PANEL)
+            for part in range(parts):  # outside, so that a part of the panel (14 KB) stays in the first cache
+                done = 0
+                while done < tiles:
+                    h = height(tiles - done, TILE)
+                    a, c, sum_ = held + 4 * done * inputs, target + 4 * done * ldt, sums + 4 * 3 * done * PANEL
+                    tile(part, h, a, b, short and not widen, inputs, parts, c, ldt, sum_)
+                    done += h
+            more = residual + 4 * (block * ldr + column) if residual else 0
+            _finish(target, ldt, y, ldo, tiles, width, bias + 4 * column if bias else 0, more, ldr)
+    return 1
 
 
 def product(
@@ -249,14 +276,12 @@ def product(
     out = torch.empty(rows, outputs, dtype=torch.float32)
     if not rows:
         return out
-    count = panels.data.shape[0]
-    fixed = (x.data_ptr(), x.stride(0), panels.data.data_ptr(), panels.data.dtype == torch.bfloat16, out.data_ptr(), outputs)
-    more = (
-        0 if bias is None else bias.data_ptr(),
-        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))),
-    )
-    work = lambda i, n: _product(*fixed, *more, rows, inputs, outputs, parts, *share(i, n, count))  # noqa: E731
-    divided(work, float(rows) * inputs * outputs, count)
+    short, pieces = panels.data.dtype == torch.bfloat16, panels.data.shape[0] * -(-rows // TILE)
+    divided(
+        _product, float(rows) * inputs * outputs, pieces, x.data_ptr(), x.stride(0), panels.data.data_ptr(), short,
+        out.data_ptr(), outputs, 0 if bias is None else bias.data_ptr(),
+        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))), rows, inputs, outputs, parts,
+    )  # fmt: skip
     return out
 
 
@@ -264,9 +289,12 @@ def product(
 # Functions of single rows and numbers.
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,float32,intp,intp,intp)")
-def _norm(x, outer, inner_stride, inner, width, weight, weight_stride, bias, layer, out, eps, scale, first, end):
-    """Rows [first, end) of inner vectors; weight, bias, scale: 0 if there is none."""
+@task
+def _norm(given, index, count):
+    """Some rows of inner vectors; weight, bias, scale: 0 if there is none."""
+    x, outer, inner_stride, inner, width, weight, weight_stride, bias, layer, out, eps_bits, scale, rows = arguments(given, 13)
+    first, end = share(index, count, rows)
+    eps = as_float(np.int32(eps_bits))
     lanes, one = np.empty(LANES, np.float32), np.float32(1.0)
     for row in range(first, end):
         v = floats(x + 4 * (row // inner * outer + row % inner * inner_stride), width)
@@ -294,6 +322,7 @@ def _norm(x, outer, inner_stride, inner, width, weight, weight_stride, bias, lay
             else:
                 for i in range(width):
                     y[i] *= w[i]
+    return 1
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind: str, scale: Tensor | None = None) -> Tensor:
@@ -312,9 +341,10 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, kind
         require_rows(scale)
     addresses = [0 if each is None else each.data_ptr() for each in (weight, bias, scale)]
     rows = x.shape[0] * inner
-    fixed = (x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, inner, width, addresses[0], stride, addresses[1])
-    work = lambda i, n: _norm(*fixed, kind == "layer", out.data_ptr(), eps, addresses[2], *share(i, n, rows))  # noqa: E731
-    divided(work, 4.0 * rows * width, rows)
+    divided(
+        _norm, 4.0 * rows * width, rows, x.data_ptr(), x.stride(0), x.stride(1) if x.dim() == 3 else 0, inner, width,
+        addresses[0], stride, addresses[1], kind == "layer", out.data_ptr(), bits(eps), addresses[2], rows,
+    )  # fmt: skip
     return out
 
 
@@ -323,8 +353,10 @@ _ALPHA, _LIMIT = np.float32(1.702), np.float32(7.0)
 _SQRT_HALF, _CUBE, _WIDE = np.float32(0.5**0.5), np.float32(0.044715), np.float32(-2 * (2 / np.pi) ** 0.5)
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)")
-def _activate(x, stride, width, kind, gated, out, first, end):
+@task
+def _activate(given, index, count):
+    x, stride, width, kind, gated, out, rows = arguments(given, 7)
+    first, end = share(index, count, rows)
     zero, half, one = np.float32(0.0), np.float32(0.5), np.float32(1.0)
     for row in range(first, end):
         v, up = floats(x + 4 * row * stride, width), floats(x + 4 * (row * stride + width), width)
@@ -356,6 +388,7 @@ def _activate(x, stride, width, kind, gated, out, first, end):
         if gated and kind != 5:
             for i in range(width):
                 y[i] *= up[i]
+    return 1
 
 
 def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
@@ -364,17 +397,62 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     rows, width = flat.shape[0], flat.shape[1] // (2 if gated else 1)
     out = torch.empty(rows, width, dtype=torch.float32)
-    fixed = (flat.data_ptr(), flat.stride(0), width, ACTIVATIONS.index(kind), gated, out.data_ptr())
-    divided(lambda i, n: _activate(*fixed, *share(i, n, rows)), 16.0 * rows * width, rows)
+    given = flat.data_ptr(), flat.stride(0), width, ACTIVATIONS.index(kind), gated, out.data_ptr(), rows
+    divided(_activate, 16.0 * rows * width, rows, *given)
     return out.view(*x.shape[:-1], width)
+
+
+@task
+def _pointwise(given, index, count):
+    """out [rows, heads, width] of x and y, each with its strides by row and head."""
+    kind, rows, heads, width, factor, x, x_row, x_head, y, y_row, y_head, out, out_row, out_head = arguments(given, 14)
+    first, end = share(index, count, rows * heads)
+    by = as_float(np.int32(factor))
+    for at in range(first, end):
+        row, head = at // heads, at % heads
+        a, b = floats(x + 4 * (row * x_row + head * x_head), width), floats(y + 4 * (row * y_row + head * y_head), width)
+        c = floats(out + 4 * (row * out_row + head * out_head), width)
+        if kind == 0:
+            for i in range(width):
+                c[i] = a[i]
+        elif kind == 1:
+            for i in range(width):
+                c[i] = a[i] + b[i]
+        elif kind == 2:
+            for i in range(width):
+                c[i] = a[i] * b[i]
+        elif kind == 3:
+            for i in range(width):
+                c[i] = a[i] * by
+        else:
+            for i in range(width):
+                c[i] = by if a[i] > by else (-by if a[i] < -by else a[i])
+    return 1
+
+
+_POINTWISE = ("copy", "add", "mul", "scale", "clamp")
+
+
+def pointwise(kind: str, x: Tensor, y: Tensor | None, out: Tensor, factor: float = 1.0) -> Tensor:
+    """Mutates and returns out [..., width], of at most three dimensions: x, x + y, x * y, x * factor, or x within +- factor."""
+    shape = [1] * (3 - x.dim()) + list(x.shape)
+    given = list[int]()
+    for each in (x, x if y is None else y, out):
+        require_rows(each)
+        require(each.shape == x.shape, f"{shape} numbers", each)
+        given += each.data_ptr(), *([0] * (3 - x.dim()) + list(each.stride()))[:2]
+    divided(_pointwise, float(x.numel()), shape[0] * shape[1], _POINTWISE.index(kind), *shape, bits(factor), *given)
+    return out
 
 
 _FUNCTIONS = ("exp", "tanh", "sigmoid", "log", "erf", "sqrt", "softplus")
 _TINY, _FAR = np.float32(2.0**-25), np.float32(20.0)
 
 
-@compiled("void(intp,intp,intp,intp,intp)")
-def _apply(kind, x, out, first, end):
+@task
+def _apply(given, index, threads):
+    kind, x, out, count = arguments(given, 4)
+    first, end = share(index, threads, count)
     v, y, one = floats(x, end), floats(out, end), np.float32(1.0)
     if kind == 0:
         for i in range(first, end):
@@ -399,6 +477,7 @@ def _apply(kind, x, out, first, end):
             e = exp(v[i])
             near = e if e < _TINY else np.float32(log64(1.0 + np.float64(e)))
             y[i] = v[i] if v[i] > _FAR or v[i] != v[i] else near
+    return 1
 
 
 def apply(name: str, x: Tensor) -> Tensor:
@@ -406,8 +485,7 @@ def apply(name: str, x: Tensor) -> Tensor:
     x = x.contiguous()
     require_rows(x)
     out, count = torch.empty(x.shape, dtype=torch.float32), x.numel()
-    fixed = (_FUNCTIONS.index(name), x.data_ptr(), out.data_ptr())
-    divided(lambda i, n: _apply(*fixed, *share(i, n, count)), 16.0 * count, count)
+    divided(_apply, 16.0 * count, count, _FUNCTIONS.index(name), x.data_ptr(), out.data_ptr(), count)
     return out
 
 
@@ -427,8 +505,10 @@ def row_sums(x: Tensor) -> Tensor:
     return out
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _rotate(x, stride, head_stride, heads, table, half, positions, first, end):
+@task
+def _rotate(given, index, count):
+    x, stride, head_stride, heads, table, half, positions, rows = arguments(given, 8)
+    first, end = share(index, count, rows)
     places = integers(positions, end)
     for row in range(first, end):
         cos = floats(table + 8 * places[row] * half, half)
@@ -440,6 +520,7 @@ def _rotate(x, stride, head_stride, heads, table, half, positions, first, end):
                 p, q = a[i], b[i]
                 a[i] = fma(-q, sin[i], p * cos[i])
                 b[i] = fma(p, sin[i], q * cos[i])
+    return 1
 
 
 def rotate_(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
@@ -451,27 +532,28 @@ def rotate_(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
     require_rows(x)
     require(table.dtype == torch.float32 and table.is_contiguous(), "a contiguous table", table)
     require_integers(positions)
-    fixed = (x.data_ptr(), x.stride(0), x.stride(1), heads, table.data_ptr(), table.shape[-1], positions.data_ptr())
-    divided(lambda i, n: _rotate(*fixed, *share(i, n, rows)), 8.0 * x.numel(), rows)
+    given = x.data_ptr(), x.stride(0), x.stride(1), heads, table.data_ptr(), table.shape[-1], positions.data_ptr(), rows
+    divided(_rotate, 8.0 * x.numel(), rows, *given)
     return x
 
 
 # ---- log-probabilities -----------------------------------------------------------------------------------------------
 
 
-@compiled("void(intp,intp,intp,intp)")
-def _log_softmax(x, width, first, end):
+@task
+def _log_softmax(given, index, count):
+    x, width, rows = arguments(given, 3)
+    first, end = share(index, count, rows)
     lanes, weights = np.empty(LANES, np.float32), np.empty(width, np.float32)
     for row in range(first, end):
         v = floats(x + 4 * row * width, width)
-        top = np.float32(-np.inf)
-        for i in range(width):
-            top = v[i] if v[i] > top else top
+        top = largest(v, lanes)
         for i in range(width):
             weights[i] = exp(v[i] - top)
         whole = top + log(row_sum(weights, lanes))
         for i in range(width):
             v[i] -= whole
+    return 1
 
 
 def log_softmax_(x: Tensor) -> Tensor:
@@ -479,13 +561,15 @@ def log_softmax_(x: Tensor) -> Tensor:
     require(x.dtype == torch.float32 and x.is_contiguous(), "contiguous rows", x)
     width = x.shape[-1]
     rows = x.numel() // width
-    divided(lambda i, n: _log_softmax(x.data_ptr(), width, *share(i, n, rows)), 24.0 * x.numel(), rows)
+    divided(_log_softmax, 24.0 * x.numel(), rows, x.data_ptr(), width, rows)
     return x
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp)")
-def _spread(log_p, final, width, entropy, kl, first, end):
+@task
+def _spread(given, index, count):
     """Entropy and divergence of rows; final: the rows to compare with, by row."""
+    log_p, final, width, entropy, kl, rows = arguments(given, 6)
+    first, end = share(index, count, rows)
     lanes, parts = np.empty(LANES, np.float32), np.empty(width, np.float32)
     h, d, others = floats(entropy, end), floats(kl, end), integers(final, end)
     for row in range(first, end):
@@ -498,6 +582,7 @@ def _spread(log_p, final, width, entropy, kl, first, end):
             for i in range(width):
                 parts[i] = exp(f[i]) * (f[i] - v[i])
             d[row] = row_sum(parts, lanes)
+    return 1
 
 
 def entropies(log_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -506,13 +591,15 @@ def entropies(log_p: Tensor) -> tuple[Tensor, Tensor]:
     n, layers, width = log_p.shape
     final = (torch.arange(n) * layers + layers - 1).repeat_interleave(layers)
     entropy, kl = torch.empty(n, layers, dtype=torch.float32), torch.empty(n, layers, dtype=torch.float32)
-    fixed = (log_p.data_ptr(), final.data_ptr(), width, entropy.data_ptr(), kl.data_ptr())
-    divided(lambda i, k: _spread(*fixed, *share(i, k, n * layers)), 48.0 * log_p.numel(), n * layers)
+    given = log_p.data_ptr(), final.data_ptr(), width, entropy.data_ptr(), kl.data_ptr(), n * layers
+    divided(_spread, 48.0 * log_p.numel(), n * layers, *given)
     return entropy, kl
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp)")
-def _top(x, width, k, values, ids, first, end):
+@task
+def _top(given, index, count):
+    x, width, k, values, ids, rows = arguments(given, 6)
+    first, end = share(index, count, rows)
     for row in range(first, end):
         v = floats(x + 4 * row * width, width)
         best, where = floats(values + 4 * row * k, k), integers(ids + 8 * row * k, k)
@@ -526,6 +613,7 @@ def _top(x, width, k, values, ids, first, end):
                 at -= 1
             best[at], where[at] = v[i], i
             held = min(k, held + 1)
+    return 1
 
 
 def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -534,6 +622,5 @@ def top(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     rows, k = x.numel() // width, min(k, width)
     values, ids = torch.empty(*x.shape[:-1], k, dtype=torch.float32), torch.empty(*x.shape[:-1], k, dtype=torch.int64)
-    fixed = (x.data_ptr(), width, k, values.data_ptr(), ids.data_ptr())
-    divided(lambda i, n: _top(*fixed, *share(i, n, rows)), 4.0 * x.numel(), rows)
+    divided(_top, 4.0 * x.numel(), rows, x.data_ptr(), width, k, values.data_ptr(), ids.data_ptr(), rows)
     return values, ids

@@ -5,7 +5,9 @@ ordered by their pages: neighbours whose block lies in the same pages read it to
 to branches of one prompt.
 """
 
+import ctypes
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from replaylens.kernels.cpu import require, require_integers, require_rows, vect
 from replaylens.kernels.portable import (
     STRIP,
     STRIP_ROWS,
+    arguments,
+    as_float,
     compiled,
     exp,
     floats,
@@ -25,13 +29,14 @@ from replaylens.kernels.portable import (
     shorts,
     strip,
     tanh,
+    task,
     words,
 )
-from replaylens.kernels.threads import divided, share
+from replaylens.kernels.threads import bits, divided, threads_for
 
 KV_BLOCK, KV_SPLIT = 64, 512
 _SUMS = KV_BLOCK // 2
-_PAIRS = 64
+_PAIRS = 192
 """(row, query head) pairs that walk together. Moves no bit"""
 _NONE, _ZERO = np.float32(-np.inf), np.float32(0.0)
 
@@ -104,14 +109,22 @@ def _scored(scores, seen, scale, cap, slope, start, before, hidden):
         s[j] = _NONE
 
 
-@compiled("float32(intp,intp,float32,intp,intp,intp)", within=True)
-def _weighted(scores, seen, m, sums, values, width):
-    """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned."""
+@compiled("float32(intp,intp,float32,intp,intp,intp,intp)", within=True)
+def _weighted(scores, seen, m, sums, values, width, room):
+    """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned.
+
+    room  for half a block: the maximum is found by halves, since one comparison after another took half of a prompt's attention
+    """
     s, total, a = floats(scores, KV_BLOCK), floats(sums, _SUMS), floats(values, width)
     count = (seen + STRIP - 1) // STRIP * STRIP
-    top = m
-    for j in range(count):
-        top = s[j] if s[j] > top else top
+    most, half = floats(room, KV_BLOCK // 2), KV_BLOCK // 2
+    for j in range(half):
+        most[j] = s[j] if s[j] > s[j + half] else s[j + half]
+    while half > 1:
+        half //= 2
+        for j in range(half):
+            most[j] = most[j] if most[j] > most[j + half] else most[j + half]
+    top = most[0] if most[0] > m else m
     safe = _ZERO if top == _NONE else top
     for j in range(count):
         s[j] = exp(s[j] - safe)
@@ -120,8 +133,9 @@ def _weighted(scores, seen, m, sums, values, width):
     shrink = exp(m - safe)
     for j in range(_SUMS):
         total[j] = fma(total[j], shrink, s[2 * j] + s[2 * j + 1])
-    for i in range(width):
-        a[i] *= shrink
+    if shrink != np.float32(1.0):
+        for i in range(width):
+            a[i] *= shrink
     return top
 
 
@@ -222,10 +236,10 @@ def _weigh(
 
     order            of the rows whose pairs these are
     scores, hidden   [all rows, heads, keys], or 0: as `attend`'s
-    sums_and_values  addresses of the pairs' maxima, sums and values, and the width of the latter
+    sums_and_values  addresses of the pairs' maxima, sums and values, the width of the latter, and room for half a block
     """
     rank, places, slope = integers(order, (first + pairs - 1) // group + 1), integers(position, 1 << 40), floats(slopes, heads)
-    m, held = floats(integers(sums_and_values, 4)[0], first + pairs), integers(sums_and_values, 4)
+    m, held = floats(integers(sums_and_values, 5)[0], first + pairs), integers(sums_and_values, 5)
     for pair in range(first, first + pairs):
         row, own = rank[pair // group], head + pair % group
         edges, address = (row * heads + own) * keys + start, block + 4 * pair * KV_BLOCK
@@ -236,38 +250,37 @@ def _weigh(
             shown, s = floats(scores + 4 * edges, num), floats(address, num)
             for j in range(seen):
                 shown[j] = s[j]
-        m[pair] = _weighted(address, seen, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3])
+        m[pair] = _weighted(address, seen, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3], held[4])
 
 
-@compiled(
-    "void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,float32,float32,"
-    "intp,intp,intp,intp,intp,intp)"
-)
-def _attend(
-    q, q_row, q_head, keys, values, kv_head_stride, key_width, value_width, heads, group, rows, order, sequence, position,
-    table, pages, page_size, out, window, slopes, scale, cap, sinks, scores, scores_width, hidden, first, end,
-):  # fmt: skip
-    """Work items [first, end): one (chunk of rows, key head) each. See `attend`.
+@task
+def _attend(given, index, count):
+    """Every `count`-th work item, from `index` on: one (chunk of rows, key head) each. Later rows of a prompt see more keys, so
+    that the last of 16 consecutive shares was 1.94 times the mean. See `attend`.
 
     scores  where scores go, [rows, heads, scores_width], or 0
     hidden  [rows, heads, scores_width] uint16: edges that the softmax does not see, or 0
     """
-    kv_heads, per_chunk = heads // group, max(1, _PAIRS // group)
+    (
+        q, q_row, q_head, keys, values, kv_head_stride, key_width, value_width, heads, group, rows, per_chunk, order, sequence,
+        position, table, pages, page_size, out, window, slopes, scale_bits, cap_bits, sinks, scores, scores_width, hidden,
+    ) = arguments(given, 27)  # fmt: skip
+    scale, cap, kv_heads = as_float(np.int32(scale_bits)), as_float(np.int32(cap_bits)), heads // group
     owner, places = integers(sequence, rows), integers(position, rows)
     room, padded = per_chunk * group, (value_width + STRIP - 1) // STRIP * STRIP
     spaces = np.empty(2 * room * key_width + key_width * KV_BLOCK + KV_BLOCK * padded, np.float32)
     queries = spaces.ctypes.data
     packed, turned = queries + 4 * room * key_width, queries + 8 * room * key_width
     padding = turned + 4 * key_width * KV_BLOCK
-    pair_spaces = np.empty(room * (2 * KV_BLOCK + 3 + _SUMS + 2 * padded), np.float32)
+    pair_spaces = np.empty(room * (2 * KV_BLOCK + 3 + _SUMS + 2 * padded) + KV_BLOCK // 2, np.float32)
     block = pair_spaces.ctypes.data
     block_packed, m = block + 4 * room * KV_BLOCK, block + 8 * room * KV_BLOCK
     sums, state = m + 4 * room, m + 4 * room * (1 + _SUMS)
     a, merged = state + 8 * room, state + 4 * room * (2 + padded)
-    packed_to, held = np.empty(room, np.int64), np.empty(4, np.int64)
-    held[0], held[1], held[2], held[3] = m, sums, a, padded
+    packed_to, held = np.empty(room, np.int64), np.empty(5, np.int64)
+    held[0], held[1], held[2], held[3], held[4] = m, sums, a, padded, merged + 4 * room * padded
     _fill(padding, KV_BLOCK * padded, _ZERO)
-    for item in range(first, end):
+    for item in range(index, (rows + per_chunk - 1) // per_chunk * kv_heads, count):
         chunk, kv_head = item // kv_heads, item % kv_heads
         low, high = chunk * per_chunk, min(rows, (chunk + 1) * per_chunk)
         rank, pairs, head = integers(order + 8 * low, high - low), (high - low) * group, kv_head * group
@@ -326,6 +339,7 @@ def _attend(
             _end_split(pairs, m, sums, a, state, merged, padded, sinks + 4 * head, group)
         _give(order + 8 * low, high - low, heads, head, group, value_width, state, merged, out)
     spaces[0] = pair_spaces[0] = _ZERO  # numba frees an array after its last use, whatever holds its address
+    return 1
 
 
 # ---- cache -----------------------------------------------------------------------------------------------------------
@@ -334,41 +348,43 @@ _INFINITE = np.uint32(0x7F800000)
 """the exponent of infinity and NaN"""
 
 
-@compiled("intp(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _store(kv, by_row, by_head, planes, by_plane, slots, num_slots, rows, heads, width):
-    """0; 1, and nothing is written, if a number is not finite; 2 if a slot does not exist."""
-    places = integers(slots, rows)
+@task
+def _store(given, index, count):
+    """In one part. `told` becomes 1, and nothing is written, if a number is not finite; 2 if a slot does not exist."""
+    kv, by_row, by_head, planes, by_plane, slots, num_slots, rows, heads, width, told = arguments(given, 11)
+    places, ended = integers(slots, rows), integers(told, 1)
     for row in range(rows):
         largest = np.uint32(0)
         for head in range(heads):
             source = words(kv + 4 * (row * by_row + head * by_head), width)
             for i in range(width):
                 largest = max(largest, source[i] & _INFINITE)
-        if largest == _INFINITE:
+        if largest == _INFINITE or places[row] < 0 or places[row] >= num_slots:
+            ended[0] = 1 if largest == _INFINITE else 2
             return 1
-        if places[row] < 0 or places[row] >= num_slots:
-            return 2
     for head in range(heads):
         for row in range(rows):
             source = words(kv + 4 * (row * by_row + head * by_head), width)
             target = words(planes + 4 * (head * by_plane + places[row] * width), width)
             for i in range(width):
                 target[i] = source[i]
-    return 0
+    return 1
 
 
-def store(kv: Tensor, planes: Tensor, slots: Tensor) -> bool:
+def store(kv: Tensor, planes: Tensor, slots: Tensor, told: Tensor | None = None) -> bool:
     """Mutates planes [heads, slots, width], contiguous: kv [rows, heads, width] goes to `slots` [rows] int64.
 
-    False, and nothing is written, if a number is not finite.
+    False, and nothing is written, if a number is not finite. told: [1] int64, zero, is filled with 1 then
     """
     require_rows(kv)
     require_integers(slots)
     rows, heads, width = kv.shape
     fits = planes.dtype == torch.float32 and planes.is_contiguous() and planes.shape[::2] == (heads, width)
     require(fits and slots.shape == (rows,), f"{heads} planes of vectors of {width}", planes)
-    given = (kv.data_ptr(), kv.stride(0), kv.stride(1), planes.data_ptr(), planes.stride(0), slots.data_ptr())
-    ended: int = _store(*given, planes.shape[1], rows, heads, width)
+    told = torch.zeros(1, dtype=torch.int64) if told is None else told
+    given = kv.data_ptr(), kv.stride(0), kv.stride(1), planes.data_ptr(), planes.stride(0), slots.data_ptr(), planes.shape[1]
+    divided(_store, 0.0, 1, *given, rows, heads, width, told.data_ptr())
+    ended = ctypes.c_int64.from_address(told.data_ptr()).value  # a tenth of int(told)
     if ended == 2:
         raise ValueError(f"Expected slots below {planes.shape[1]}, not {int(slots.min())} to {int(slots.max())}.")
     return ended == 0
@@ -390,6 +406,11 @@ class HostRows:
     page_size: int
     order: Tensor
     """[rows] int64: rows by the pages of their sequences, so that those which share keys are neighbours"""
+
+    @cached_property
+    def keys_seen(self) -> float:
+        """of all rows together"""
+        return float(self.position.sum()) + len(self.position)
 
     def __post_init__(self) -> None:
         for x in (self.sequence, self.position, self.pages, self.order):
@@ -429,13 +450,13 @@ def attend(
         return out
     room = 0 if scores is None and hidden is None else (scores if scores is not None else hidden).shape[-1]  # type: ignore[union-attr]
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
-    fixed = (
-        q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1), width,
-        heads, group, num, rows.order.data_ptr(), rows.sequence.data_ptr(), rows.position.data_ptr(), rows.pages.data_ptr(),
-        rows.pages.shape[1], rows.page_size, out.data_ptr(), window, address(slopes), scale, cap, address(sinks),
-        address(scores), room, address(hidden),
+    cost = 2.0 * rows.keys_seen * heads * keys.shape[-1]
+    per_chunk = max(1, min(_PAIRS // group, num * kv_heads // threads_for(cost, num * kv_heads)))
+    divided(
+        _attend, cost, -(-num // per_chunk) * kv_heads, q.data_ptr(), q.stride(0), q.stride(1), keys.data_ptr(),
+        values.data_ptr(), keys.stride(0), keys.stride(1), width, heads, group, num, per_chunk, rows.order.data_ptr(),
+        rows.sequence.data_ptr(), rows.position.data_ptr(), rows.pages.data_ptr(), rows.pages.shape[1], rows.page_size,
+        out.data_ptr(), window, address(slopes), bits(scale), bits(cap), address(sinks), address(scores), room,
+        address(hidden),
     )  # fmt: skip
-    items = -(-num // max(1, _PAIRS // group)) * kv_heads
-    cost = 2.0 * float(rows.position.sum()) * heads * keys.shape[-1]
-    divided(lambda i, n: _attend(*fixed, *share(i, n, items)), cost, items)
     return out

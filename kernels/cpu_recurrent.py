@@ -14,17 +14,19 @@ from torch import Tensor
 from replaylens.kernels.cpu import require, require_integers, require_rows, vector
 from replaylens.kernels.cpu_attention import HostRows
 from replaylens.kernels.definition import CHUNK
-from replaylens.kernels.portable import compiled, exp, floats, fma, inlined, integers
-from replaylens.kernels.threads import divided, share
+from replaylens.kernels.portable import arguments, compiled, exp, floats, fma, inlined, integers, share, task
+from replaylens.kernels.threads import divided
 
 _ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(np.finfo(np.float32).max)
 
 # ---- short convolutions ----------------------------------------------------------------------------------------------
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _short_conv(entries, width, channels, weight, taps, bias, sequence, position, table, pages, page_size, out, first, end):
-    """Rows [first, end); their inputs, and those before them, are the first columns of the entries."""
+@task
+def _short_conv(given, index, count):
+    """Some rows; their inputs, and those before them, are the first columns of the entries."""
+    entries, width, channels, weight, taps, bias, sequence, position, table, pages, page_size, out, rows = arguments(given, 13)
+    first, end = share(index, count, rows)
     owner, places = integers(sequence, end), integers(position, end)
     w = floats(weight, taps * channels)
     for row in range(first, end):
@@ -40,6 +42,7 @@ def _short_conv(entries, width, channels, weight, taps, bias, sequence, position
             b = floats(bias, channels)
             for i in range(channels):
                 y[i] += b[i]
+    return 1
 
 
 def _require_pages(entries: Tensor, pages: Tensor, page_size: int) -> None:
@@ -58,12 +61,11 @@ def short_conv(entries: Tensor, weight: Tensor, bias: Tensor | None, rows: HostR
     held, bias = vector(weight, taps, channels), vector(bias, channels)
     assert held is not None
     out, num = torch.empty(len(rows.position), channels, dtype=torch.float32), len(rows.position)
-    fixed = (
-        entries.data_ptr(), entries.stride(0), channels, held.data_ptr(), taps, 0 if bias is None else bias.data_ptr(),
-        rows.sequence.data_ptr(), rows.position.data_ptr(), rows.pages.data_ptr(), rows.pages.shape[1], rows.page_size,
-        out.data_ptr(),
+    divided(
+        _short_conv, float(num) * taps * channels, num, entries.data_ptr(), entries.stride(0), channels, held.data_ptr(), taps,
+        0 if bias is None else bias.data_ptr(), rows.sequence.data_ptr(), rows.position.data_ptr(), rows.pages.data_ptr(),
+        rows.pages.shape[1], rows.page_size, out.data_ptr(), num,
     )  # fmt: skip
-    divided(lambda i, n: _short_conv(*fixed, *share(i, n, num)), float(num) * taps * channels, num)
     return out
 
 
@@ -133,12 +135,14 @@ def _carry(start, keys, updates, left, count, d, width, out):
                 y[i] = fma(weight, row[i], y[i])
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _recur(
-    q, v, beta, entries, entry, at_key, at_update, at_decay, states, table, kept, pages, page_size, heads, group, d, width,
-    pieces, out, bad, first, end,
-):  # fmt: skip
-    """Work items [first, end): one (piece, head) each. See `recur`."""
+@task
+def _recur(given, index, threads):
+    """Some work items: one (piece, head) each. See `recur`."""
+    (
+        q, v, beta, entries, entry, at_key, at_update, at_decay, states, table, kept, pages, page_size, heads, group, d, width,
+        pieces, out, bad, items,
+    ) = arguments(given, 21)  # fmt: skip
+    first, end = share(index, threads, items)
     size = d * width
     spaces = np.zeros(CHUNK * (d + width + 2) + 2 * CHUNK + 8 + size + width, np.float32)
     keys = np.intp(spaces.ctypes.data)
@@ -161,13 +165,13 @@ def _recur(
             decays[count] = floats(address + 4 * (at_decay + head), 1)[0]
             count += 1
             if at >= start:
-                given, strength = floats(v + 4 * (row * heads + head) * width, width), _ONE
+                value, strength = floats(v + 4 * (row * heads + head) * width, width), _ONE
                 _decays(g, count, left)
                 if beta:
                     strength = floats(beta + 4 * (row * heads + head), 1)[0]
                     _read(state, keys, updates, left, count - 1, k, d, width, scores, read)
                 for i in range(width):
-                    u[i] = strength * (given[i] - line[i]) if beta else given[i]
+                    u[i] = strength * (value[i] - line[i]) if beta else value[i]
                     fine = fine and abs(u[i]) <= _LARGEST
             target = floats(updates + 4 * (count - 1) * width, width)
             for i in range(width):
@@ -187,6 +191,7 @@ def _recur(
     if not fine:
         integers(bad, 1)[0] = 1
     spaces[0] = _ZERO  # numba frees an array after its last use, whatever holds its address
+    return 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,13 +253,13 @@ def recur(
     address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
     listed = [(p.sequence, p.row, p.start, p.count, p.since, address(p.initial), address(p.final)) for p in pieces]
     table, bad, out = np.array(listed, np.int64), np.zeros(1, np.int64), torch.empty(v.shape, dtype=torch.float32)
-    fixed = (
-        q.data_ptr(), v.data_ptr(), address(beta), memory.entries.data_ptr(), memory.entries.shape[1], *memory.at,
-        memory.states.data_ptr(), pages.data_ptr(), ends.data_ptr(), pages.shape[1], page_size, heads,
-        heads // memory.key_heads, d, width, table.ctypes.data, out.data_ptr(), bad.ctypes.data,
-    )  # fmt: skip
     items, rows = len(pieces) * heads, sum(max(1, piece.count) for piece in pieces)
-    divided(lambda i, n: _recur(*fixed, *share(i, n, items)), 2.0 * rows * heads * (d + CHUNK) * width, items)
+    divided(
+        _recur, 2.0 * rows * heads * (d + CHUNK) * width, items, q.data_ptr(), v.data_ptr(), address(beta),
+        memory.entries.data_ptr(), memory.entries.shape[1], *memory.at, memory.states.data_ptr(), pages.data_ptr(),
+        ends.data_ptr(), pages.shape[1], page_size, heads, heads // memory.key_heads, d, width, table.ctypes.data,
+        out.data_ptr(), bad.ctypes.data, items,
+    )  # fmt: skip
     return None if bad[0] else out
 
 
@@ -328,9 +333,11 @@ def _backward(before, after, flow, q, k, g, missing, update, left, strength, del
     floats(db, 1)[0], floats(dg, 1)[0] = by_strength, left * by_decay
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)")
-def _recur_back(q, k, v, beta, decay, g, dq, dk, dv, db, dg, rows, heads, group, d, width, own, first, end):
-    """Heads [first, end). See `recur_back`. States are kept at the ends of chunks, and computed again within one."""
+@task
+def _recur_back(given, index, threads):
+    """Some heads. See `recur_back`. States are kept at the ends of chunks, and computed again within one."""
+    q, k, v, beta, decay, g, dq, dk, dv, db, dg, rows, heads, group, d, width, own = arguments(given, 17)
+    first, end = share(index, threads, heads)
     size, chunks, delta = d * width, (rows + CHUNK - 1) // CHUNK, 1 if beta else 0
     spaces = np.zeros(size * (chunks + CHUNK + 3) + 2 * CHUNK * width + _LANES, np.float32)
     ends = np.intp(spaces.ctypes.data)
@@ -377,6 +384,7 @@ def _recur_back(q, k, v, beta, decay, g, dq, dk, dv, db, dg, rows, heads, group,
                     dq + narrow, dk + narrow, dv + wide, db + 4 * number, dg + 4 * number, lanes,
                 )  # fmt: skip
     spaces[0] = _ZERO  # see `_recur`
+    return 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,10 +416,9 @@ def recur_back(
     (rows, heads, width), (key_heads, d) = v.shape, k.shape[1:]
     by_key = q.new_empty(2, rows, heads, d)
     found = RecurrenceGradients(by_key[0], by_key[1], torch.empty_like(v), torch.empty_like(decay), torch.empty_like(decay))
-    fixed = (
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if beta is None else beta.data_ptr(), decay.data_ptr(), g.data_ptr(),
-        found.q.data_ptr(), found.k.data_ptr(), found.v.data_ptr(), found.beta.data_ptr(), found.decay.data_ptr(),
-        rows, heads, heads // key_heads, d, width, int(own),
+    divided(
+        _recur_back, 10.0 * rows * heads * d * width, heads, q.data_ptr(), k.data_ptr(), v.data_ptr(),
+        0 if beta is None else beta.data_ptr(), decay.data_ptr(), g.data_ptr(), found.q.data_ptr(), found.k.data_ptr(),
+        found.v.data_ptr(), found.beta.data_ptr(), found.decay.data_ptr(), rows, heads, heads // key_heads, d, width, int(own),
     )  # fmt: skip
-    divided(lambda i, n: _recur_back(*fixed, *share(i, n, heads)), 10.0 * rows * heads * d * width, heads)
     return found

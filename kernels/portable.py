@@ -20,6 +20,8 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
 from numba.core.caching import NullCache
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
 from numba.extending import intrinsic
 
 # ---- machine ---------------------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ def _shape() -> tuple[int, int, int, int, int]:
 VECTOR, PANEL, TILE, STRIP, STRIP_ROWS = _shape()
 
 
-_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
+_OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
 """no fast math: every operation is rounded as it is written"""
 
 
@@ -68,25 +70,44 @@ def compiled(signature: str, within: bool = False) -> Callable[[Callable[..., An
     """
 
     def made(function: Callable[..., Any]) -> Any:
-        # numba finds a kernel by its name and by the age of its own file, and inlines the functions of this one
-        function.__qualname__ += f"_{_SOURCE}"
-        kernel = njit(no_cpython_wrapper=within, **_OPTIONS)(function)
-        try:
-            kernel.enable_caching()
-        except RuntimeError:
-            _warn_not_kept()
-        try:
-            kernel.compile(signature)
-        except Exception:  # a damaged file raises anything, as does a full disk
-            try:
-                kernel._cache.flush()
-            except OSError:
-                kernel._cache = NullCache()
-            kernel.compile(signature)
+        kernel = njit(no_cpython_wrapper=within, no_cfunc_wrapper=True, **_OPTIONS)(_named(function))
+        _compile(kernel, signature)
         kernel.disable_compile()
         return kernel
 
     return made
+
+
+def task(function: Callable[..., Any]) -> CFunc:
+    """Compile `function(given, index, count) -> 1`, one thread's part of some work, to be called by its `address`.
+
+    given         the address of its arguments, which `arguments` reads
+    index, count  of the threads
+    """
+    kernel = CFunc(_named(function), normalize_signature("intp(intp,intp,intp)"), {}, dict(_OPTIONS))
+    _compile(kernel)
+    return kernel
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """numba finds a kernel by its name and by the age of its own file, and inlines the functions of this one."""
+    function.__qualname__ += f"_{_SOURCE}"
+    return function
+
+
+def _compile(kernel: Any, *signature: str) -> None:
+    try:
+        kernel.enable_caching()
+    except RuntimeError:
+        _warn_not_kept()
+    try:
+        kernel.compile(*signature)
+    except Exception:  # a damaged file raises anything, as does a full disk
+        try:
+            kernel._cache.flush()
+        except OSError:
+            kernel._cache = NullCache()
+        kernel.compile(*signature)
 
 
 @cache
@@ -102,7 +123,7 @@ def _warn_not_kept() -> None:
 _SOURCE = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
-inlined = njit(inline="never", no_cpython_wrapper=True, **_OPTIONS)
+inlined = njit(inline="never", no_cpython_wrapper=True, no_cfunc_wrapper=True, **_OPTIONS)
 """of functions that only compiled ones call, compiled anew for each of them"""
 
 
@@ -112,6 +133,19 @@ def _pointer(_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return types.voidptr(address), codegen
+
+
+@intrinsic(prefer_literal=True)
+def arguments(_context: Any, address: Any, count: Any) -> Any:
+    """The first `count`, a literal, int64 at an address, as a tuple."""
+    kind = types.UniTuple(types.intp, count.literal_value)
+
+    def codegen(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        first = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
+        read = [builder.load(builder.gep(first, [ir.Constant(ir.IntType(64), i)])) for i in range(kind.count)]
+        return context.make_tuple(builder, kind, read)
+
+    return kind(address, count), codegen
 
 
 @inlined
@@ -124,6 +158,12 @@ def floats(address, count):
 def integers(address, count):
     """`count` int64 at an address, as an array."""
     return carray(_pointer(address), (count,), np.int64)
+
+
+@inlined
+def share(index, count, total):
+    """[first, end) of one thread's share of `total` outputs."""
+    return index * total // count, (index + 1) * total // count
 
 
 @inlined
@@ -450,34 +490,18 @@ def _part(part, k, parts):
     return begin, (part + 1) * k // parts - begin, depth
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def tile(rows, a, b, k, parts, c, ldc, levels):
-    """c[rows, PANEL] = a[k, rows] times b[k, PANEL]: `parts` chains over k, added as a tree.
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def tile(part, rows, a, b, short, k, parts, c, ldc, levels):
+    """One part of c[rows, PANEL] = a[k, rows] times b[k, PANEL]: `parts` chains over k, one after another, added as a tree.
 
+    short   b is in bfloat16
     ldc     elements between rows of c
     levels  room for [3, rows, PANEL]: sums of the tree that wait for their other half
     """
-    for part in range(parts):
-        begin, size, depth = _part(part, k, parts)
-        x, w = a + 4 * begin * rows, b + 4 * begin * PANEL
-        y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
-        if rows == 8:
-            _tile_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
-        elif rows == 4:
-            _tile_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
-        elif rows == 2:
-            _tile_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
-        else:
-            _tile_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
-
-
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def half_tile(rows, a, b, k, parts, c, ldc, levels):
-    """`tile`, with b in bfloat16."""
-    for part in range(parts):
-        begin, size, depth = _part(part, k, parts)
-        x, w = a + 4 * begin * rows, b + 2 * begin * PANEL
-        y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
+    begin, size, depth = _part(part, k, parts)
+    x, w = a + 4 * begin * rows, b + (2 if short else 4) * begin * PANEL
+    y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
+    if short:
         if rows == 8:
             _half_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
         elif rows == 4:
@@ -486,6 +510,14 @@ def half_tile(rows, a, b, k, parts, c, ldc, levels):
             _half_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
         else:
             _half_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    elif rows == 8:
+        _tile_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    elif rows == 4:
+        _tile_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    elif rows == 2:
+        _tile_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
+    else:
+        _tile_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
@@ -499,6 +531,25 @@ def strip(rows, a, b, ldb, k, c, ldc, begun):
         _strip_2(a, b, ldb, k, c, ldc, begun, 0, 0)
     else:
         _strip_1(a, b, ldb, k, c, ldc, begun, 0, 0)
+
+
+@inlined
+def largest(x, lanes):
+    """The largest number that is no NaN. lanes: room for LANES of them; one comparison after another takes four times as long"""
+    for i in range(LANES):
+        lanes[i] = -_INF
+    whole = len(x) // LANES * LANES
+    for start in range(0, whole, LANES):
+        for i in range(LANES):
+            lanes[i] = x[start + i] if x[start + i] > lanes[i] else lanes[i]
+    for i in range(whole, len(x)):
+        lanes[0] = x[i] if x[i] > lanes[0] else lanes[0]
+    half = LANES
+    while half > 1:
+        half //= 2
+        for i in range(half):
+            lanes[i] = lanes[i] if lanes[i] > lanes[i + half] else lanes[i + half]
+    return lanes[0]
 
 
 @inlined

@@ -15,10 +15,12 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
 from replaylens import boundary
+from replaylens.kernels import threads
 
 Mode = Callable[[], AbstractContextManager[Any]]
 Held = Callable[[], AbstractContextManager[Any] | None]
@@ -163,3 +165,9 @@ def hostile(*names: str, bounded: bool = True) -> Iterator[set[str]]:
 
     with patch.object(boundary, "_held", crossing):
         yield called
+
+
+def divide_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run on as many threads as are allowed, however small the work and the machine."""
+    monkeypatch.setattr(threads, "GRAIN", 1)
+    monkeypatch.setattr(threads, "PROCESSORS", 16)

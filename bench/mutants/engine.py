@@ -189,7 +189,7 @@ ENGINE = (
     ),
     Mutant(
         "outputs-between-threads",
-        "replaylens.kernels.threads",
+        "replaylens.kernels.portable",
         "return index * total // count, (index + 1) * total // count",
         "return index * total // count, (index + 1) * total // count - (index + 1 < count)",
         "threads divide all outputs",

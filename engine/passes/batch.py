@@ -83,10 +83,12 @@ class Batch:
 
     @cached_property
     def paged(self) -> "HostRows":
-        """The rows and the pages of their keys, as the attention of a CPU reads them."""
+        """The rows and the pages of their keys, as the attention of a CPU reads them. Tables are padded, so that a recorded
+        pass serves many lengths."""
         from replaylens.kernels.cpu_attention import HostRows  # loads the compiler, which a GPU does not need
 
-        pages = page_matrix([s.table for s in self.segments])
+        longest = max(len(s.table.pages) for s in self.segments)
+        pages = page_matrix([s.table for s in self.segments], (len(self.segments), 1 << (longest - 1).bit_length()))
         order = sorted(range(len(pages)), key=lambda i: pages[i].tobytes()) if len(pages) > 1 else [0]
         rows = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in order])
         there = torch.from_numpy

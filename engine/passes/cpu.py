@@ -8,6 +8,7 @@ path sums every product as one chain: its last bits differ now and then.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -204,14 +205,15 @@ class CpuRowOps(TorchOps):
 class CpuOps(CpuRowOps):
     """The arithmetic of a pass, with attention through the paged cache."""
 
-    def __init__(self, batch: Batch, cache: KVCache, products: Products) -> None:
+    def __init__(self, batch: Batch, cache: KVCache, products: Products, told: Tensor | None = None) -> None:
+        """told  see `store`"""
         super().__init__(products)
-        self.batch, self.cache = batch, cache
+        self.batch, self.cache, self.told = batch, cache, told
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
         held = self.cache.data[self.cache.index[spec.layer]]
-        if not store(rows_of(kv), held.flatten(0, 1), self.batch.write_slots):
+        if not store(rows_of(kv), held.flatten(0, 1), self.batch.write_slots, self.told):
             raise not_finite("keys or values")
         keys, values = held[0], held[-1, ..., : self.cache.value_width]
         cut = cut_of(self.batch, spec.layer, q.shape[1])
@@ -249,8 +251,12 @@ class CpuOps(CpuRowOps):
 
 
 def _settings(spec: AttentionSpec, sinks: Tensor | None) -> tuple[float, float, int, Tensor | None, Tensor | None]:
-    slopes = torch.tensor(spec.slopes, dtype=torch.float32) if spec.slopes else None
-    return spec.scale, spec.softcap, spec.window, slopes, sinks
+    return spec.scale, spec.softcap, spec.window, _slopes(spec.slopes) if spec.slopes else None, sinks
+
+
+@cache
+def _slopes(numbers: tuple[float, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32)
 
 
 def edged(

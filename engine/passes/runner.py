@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from replaylens.engine.passes.cpu import Products
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
+    from replaylens.engine.passes.recorded import RecordedPasses
     from replaylens.engine.passes.transfer import HostCopy
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
@@ -270,6 +271,18 @@ class Runner:
         return Products()
 
     @cached_property
+    def recorded(self) -> "RecordedPasses | None":
+        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, or since a
+        recurrent layer's lists of pieces differ from pass to pass."""
+        if self.kernels or self.device != "cpu" or not self.one_device or self.elsewhere is not None:
+            return None
+        if any(self.model.config.has("mixer", layer) for layer in range(self.model.config.num_layers)):
+            return None
+        from replaylens.engine.passes.recorded import RecordedPasses
+
+        return RecordedPasses(self.model, self.one_cache, self.products)
+
+    @cached_property
     def host_copy(self) -> "HostCopy":
         """The way of captured rows to the host; made when it is first needed."""
         from replaylens.engine.passes.transfer import HostCopy
@@ -415,7 +428,19 @@ class Runner:
 
     def _launched(self, batch: Batch, cache: AnyCache, tap: Tap | None, end: int | None = None, exact: bool = True) -> Tensor:
         """A pass from the tokens up to block `end`, launched: [rows, d_model]"""
-        return self._blocks(self.model.embedding(batch.tokens, batch.positions, tap), batch, cache, tap, 0, end, exact=exact)
+        x = self.model.embedding(batch.tokens, batch.positions, tap)
+        if end is None and cache is self.cache and (ran := self._from_recording(x, batch, tap, exact)) is not None:
+            return ran
+        return self._blocks(x, batch, cache, tap, 0, end, exact=exact)
+
+    def _from_recording(self, x: Tensor, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
+        """All blocks over x by a recorded pass, as `_launched` would run them. None: there is none."""
+        if self.recorded is None or not isinstance(tap, PassTap | None) or any(s.edits or s.hooks for s in batch.segments):
+            return None
+        ran = self.recorded.run(x, batch, frozenset() if tap is None else tap.wanted, exact)
+        if ran is not None and tap is not None:
+            tap.values.update(ran.values)
+        return None if ran is None else ran.residual
 
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
         """The arithmetic of a pass over a batch with pages in `cache`, on the batch's device."""

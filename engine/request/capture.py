@@ -89,6 +89,10 @@ class Sent(Protocol):
         ...
 
 
+_MANY = 8
+"""rows of a branch that are copied from each site, not from all sites together"""
+
+
 class PassTap:
     """Keeps the wanted sites of one pass by reference: the decoder never changes them in place."""
 
@@ -116,21 +120,28 @@ class PassTap:
             sent, row_of = self.sent[keep]
             first = packed[0] if row_of is None else row_of[packed[0]]
             return sent.view(sites, first, first + len(packed))
-        if sites not in self._stacked:
-            self._stacked[sites] = [(names, x.cpu()) for names, x in self.stacked(sites)]
         consecutive = len(packed) > 0 and packed[-1] - packed[0] == len(packed) - 1
         which = slice(packed[0], packed[-1] + 1) if consecutive else list(packed)
         found: Rows = {}
+        if consecutive and len(packed) >= _MANY and not self.values[sites[0]].is_cuda:  # one copy instead of two
+            for names in self.of_one_shape(sites):
+                found.update(zip(names, torch.stack([self.values[name][which] for name in names]).unbind(), strict=True))
+            return {site: found[site] for site in sites}
+        if sites not in self._stacked:
+            self._stacked[sites] = [(names, x.cpu()) for names, x in self.stacked(sites)]
         for names, x in self._stacked[sites]:  # a copy, so that a long-lived branch does not keep the whole pass alive
             found.update(zip(names, (x[:, which].clone() if consecutive else x[:, which]).unbind(), strict=True))
         return {site: found[site] for site in sites}
 
     def stacked(self, sites: Iterable[str]) -> list[tuple[tuple[str, ...], Tensor]]:
         """Sites of equal shape together, [sites, rows, ...]: one transfer per pass, not one per site and branch."""
+        return [(names, torch.stack([self.values[site] for site in names])) for names in self.of_one_shape(sites)]
+
+    def of_one_shape(self, sites: Iterable[str]) -> list[tuple[str, ...]]:
         groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
         for site in sites:
             groups.setdefault((self.values[site].shape, self.values[site].dtype), []).append(site)
-        return [(tuple(names), torch.stack([self.values[site] for site in names])) for names in groups.values()]
+        return [tuple(names) for names in groups.values()]
 
 
 # ---- recording -------------------------------------------------------------------------------------------------------

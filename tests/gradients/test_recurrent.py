@@ -18,6 +18,7 @@ from tests.engine.passes.packed import sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
 from tests.gradients.reference import difference, of_decoder
+from tests.hostile import divide_everything
 from tests.workbench.test_jacobian import own_jacobians
 
 KINDS = ("lfm2", "qwen3-next", "mamba2")
@@ -114,7 +115,7 @@ def test_the_same_bits_in_any_batch_and_after_forks(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS[1:])
 def test_the_same_bits_on_any_number_of_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "WORTH", 1.0)
+    divide_everything(monkeypatch)
     branch, found = Engine(decoder(name)).prompt(tokens(80)), []
     for count in (1, 3):
         with threads.within(count):

@@ -21,6 +21,7 @@ from replaylens.engine.proof.doctor import numbers, sum_of_products
 from replaylens.kernels import cpu, definition, threads
 from replaylens.kernels.cpu import Panels
 from replaylens.kernels.cpu_attention import HostRows, attend, store
+from tests.hostile import divide_everything
 
 EDGES = torch.tensor(
     [0.0, -0.0, 1.0, -1.0, 0.625, -0.625, 4.0, 1e-45, -1e-45, 1e-38, -1e-38, 88.72283, 88.7229, -87.33654, -87.3366, -104.0,
@@ -247,7 +248,7 @@ def test_a_row_alone_and_any_number_of_threads(name: str, monkeypatch: pytest.Mo
     case, together = CASES[name], CASES[name](slice(None))
     for some in (slice(0, 1), slice(69, 70), slice(3, 5), slice(1, 8), slice(5, 70)):
         assert same(case(some), together[some])
-    monkeypatch.setattr(threads, "WORTH", 0)
+    divide_everything(monkeypatch)
     for count in range(1, 9):
         with threads.within(count):
             assert same(case(slice(None)), together)
@@ -257,7 +258,7 @@ def test_a_row_alone_and_any_number_of_threads(name: str, monkeypatch: pytest.Mo
 def test_attention_on_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, many = Paths(16), torch.arange(8).repeat(9)
     expected = paths.attend(many)
-    monkeypatch.setattr(threads, "WORTH", 0)
+    divide_everything(monkeypatch)
     with threads.within(count):
         assert same(paths.attend(many), expected)
 

@@ -14,6 +14,7 @@ from replaylens.kernels import definition, threads
 from replaylens.kernels.cpu_attention import HostRows
 from replaylens.kernels.cpu_recurrent import LayerMemory, Piece, recur, short_conv
 from replaylens.kernels.definition import CHUNK
+from tests.hostile import divide_everything
 from tests.kernels.test_cpu import same
 
 LENGTH, KEY_HEADS, HEADS, D, WIDTH, CHANNELS = 135, 2, 4, 5, 10, 3
@@ -108,7 +109,7 @@ def test_the_definition_is_the_recurrence() -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_threads_move_no_bit(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "WORTH", 0)
+    divide_everything(monkeypatch)
     with threads.within(count):
         assert same(Layer(16, True).add(0, LENGTH, inputs()), defined(True)[0])
 

@@ -10,15 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -36,10 +37,11 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.kernels import threads
 from replaylens.kernels.cpu import Panels, product
+from replaylens.kernels.portable import arguments, integers, task
 from tests.engine.passes import thread_digests
 from tests.engine.passes.thread_digests import WIDE
 from tests.engine.reference import same_bits
-from tests.hostile import MODES, ROUNDINGS, number_of, rounding
+from tests.hostile import MODES, ROUNDINGS, divide_everything, number_of, rounding
 from tests.toy_model import random_model
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +54,7 @@ SITES = ["S", "Z", PATTERN]
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """A small model whose kernels run on all given threads."""
-    monkeypatch.setattr(threads, "WORTH", 0)
+    divide_everything(monkeypatch)
     return random_model(d_model=64, d_mlp=96)
 
 
@@ -87,7 +89,7 @@ def test_the_number_of_threads_may_change_after_loading(later: int, model: Decod
     torch.set_num_threads(later)
     assert different(rows_of(engine), truth) == []
     assert different(rows_of(other, (20, 90, 150)), truth) == []
-    assert torch.get_num_threads() == later and len(threads._workers.waiting) >= later - 1, "they were used"
+    assert torch.get_num_threads() == later and threads._crew.helpers >= later - 1, "they were used"
 
 
 def test_threads_that_split_a_sum_are_seen(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +179,12 @@ def test_a_forked_process_has_workers_of_its_own(model: Decoder) -> None:
     """Threads do not survive a fork: a child that waited for those of its parent would hang."""
     torch.set_num_threads(2)
     truth = Engine(model).prompt(PATH[:40]).kv()
-    assert threads._workers.waiting
+    assert threads._crew.helpers
     child = os.fork()
     if not child:
         signal.alarm(60)
         with suppress(BaseException):
-            os._exit(0 if threads._workers.waiting == [] and torch.equal(products_of_a_child(model), truth) else 1)
+            os._exit(0 if threads._crew.helpers == 0 and torch.equal(products_of_a_child(model), truth) else 1)
         os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -193,69 +195,77 @@ def products_of_a_child(model: Decoder) -> Tensor:
         return Engine(model).prompt(PATH[:40]).kv()
 
 
-def test_what_a_worker_raises_is_raised_and_the_worker_stays(model: Decoder) -> None:
-    def work(index: int, count: int) -> None:
-        if index:
-            raise ValueError(f"{index} of {count}")
+@task
+def _count(given, index, count):  # type: ignore[no-untyped-def]
+    """Adds 1 to a number of this part after some idle laps, and asks for too much memory if there is no such number."""
+    numbers, laps = arguments(given, 2)
+    idle = np.empty(8 if numbers else 1 << 60, np.float32)
+    for lap in range(laps):
+        idle[lap % 8] = np.float32(lap)
+    own = integers(numbers, count)
+    own[index] += 1 + np.intp(idle[0] * np.float32(0.0))
+    return 1
 
-    before = len(threads._workers.waiting)
+
+def counted(times: int, count: int, laps: int, more: Callable[[], None] = lambda: None) -> Any:
+    """How often each part of a work was done, the memory still watched after the last."""
+    found = np.zeros(count, np.int64)
+    for _ in range(times):
+        threads._crew.run(_count, array("q", [found.ctypes.data, laps]), count)
+        more()
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 7, 16, 255])
+def test_each_part_is_done_once(count: int) -> None:
+    assert counted(300, count, 40).tolist() == [300] * count
+
+
+def test_python_threads_at_the_same_time_each_have_their_work_done() -> None:
+    """One of them has the crew; the others, who do not wait, do all of theirs themselves: in one part."""
+    found = list[list[int]]()
+    workers = [threading.Thread(target=lambda: found.append(counted(200, 3, 400).tolist())) for _ in range(3)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join()
+    assert [each[0] for each in found] == [200] * 3 and all(each[1] == each[2] <= 200 for each in found)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_part_without_memory_is_told_and_the_threads_stay() -> None:
     for _ in range(3):
-        with threads.within(2), pytest.raises(ValueError, match="1 of 2"):
-            threads.divided(work, 1.0, 2)
-    assert len(threads._workers.waiting) <= max(1, before)
+        with pytest.raises(MemoryError, match="_count in 3 parts: there is no memory"):
+            threads._crew.run(_count, array("q", [0, 1]), 3)
+    assert counted(3, 3, 1).tolist() == [3, 3, 3] and threads._crew.helpers < 255
 
 
-def test_an_interrupt_waits_for_the_workers(model: Decoder) -> None:
-    """They write to memory that is freed when the call is left."""
-    done = list[int]()
-
-    def work(index: int, count: int) -> None:
-        if index:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            threading.Event().wait(0.1)
-            done.append(index)
-
+def test_an_interrupt_waits_for_the_threads() -> None:
+    """They write to memory that is freed when the call is left. It used to be left between handing out work and its own."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore it
+    timer = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGINT))
+    found, seen = np.zeros(4, np.int64), list[list[int]]()
     try:
-        with threads.within(2), pytest.raises(KeyboardInterrupt):
-            threads.divided(work, 1.0, 2)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                threads._crew.run(_count, array("q", [found.ctypes.data, 3_000_000]), 4)
+        seen.append(found.tolist())
+        threading.Event().wait(0.05)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert done == [1]
+    assert found.tolist() == seen[0] == [seen[0][0]] * 4
 
 
-def test_an_interrupt_at_any_line_waits_for_the_workers() -> None:
-    """Raised once at each line that runs, as a signal is. It used to leave the call between handing out work and its own."""
-    code = threads._Workers.run.__code__
-    lines = sorted({line for *_, line in code.co_lines() if line is not None and line > code.co_firstlineno})
-    interrupted = 0
-    for line in lines:
-        begun, done, left = list[int](), list[int](), [line]
+def test_helpers_that_never_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system may refuse threads, and a busy machine may not run them: their parts are done by the others."""
+    monkeypatch.setattr(threads, "_crew", threads.Crew())
+    monkeypatch.setattr(threads.threading, "Thread", refused)
+    assert counted(3, 5, 1).tolist() == [3] * 5 and threads._crew.helpers == 0
 
-        def work(index: int, count: int, begun: list[int] = begun, done: list[int] = done) -> None:
-            if index:
-                begun.append(index)
-                threading.Event().wait(0.02)
-                done.append(index)
 
-        def trace(frame: FrameType, event: str, _: Any, left: list[int] = left) -> Any:
-            if frame.f_code is code and event == "line" and frame.f_lineno in left:
-                left.clear()
-                raise KeyboardInterrupt
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            threads._Workers().run(work, 2)
-        except KeyboardInterrupt:
-            interrupted += 1
-        finally:
-            sys.settrace(before)
-        by_then = done.copy()
-        threading.Event().wait(0.05)
-        assert begun == by_then, line
-    assert interrupted > 7
+def refused(**_: object) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 # ---- other modes -------------------------------------------------------------------------------------------------------
@@ -367,14 +377,15 @@ def test_workers_that_start_in_other_modes_take_the_usual_ones(mode: str, monkey
         with threads.within(4):
             return product(x, panels)
 
-    monkeypatch.setattr(threads, "WORTH", 0)
+    divide_everything(monkeypatch)
     for fault in (False, True):
-        monkeypatch.setattr(threads, "_workers", threads._Workers())
+        monkeypatch.setattr(threads, "_crew", threads.Crew())
         if fault:
             monkeypatch.setattr(threads, "_set_usual_modes", lambda: None)
         with MODES[mode]():
             in_workers()
-        assert torch.equal(in_workers(), right) is not fault, "control: they would keep them"
+        found = [torch.equal(in_workers(), right) for _ in range(200)]  # helpers do not come to every work
+        assert all(found) is not fault, "control: they would keep them"
 
 
 def set_precision(value: str) -> None:

@@ -16,6 +16,7 @@ from replaylens import tasks
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof import certificates
+from replaylens.kernels import threads
 from tests.toy_model import random_model
 
 PATH = [(i * i * 7 + i) % 61 for i in range(75)]
@@ -66,4 +67,5 @@ def digest(branch: Any) -> str:
 
 
 if __name__ == "__main__":
+    threads.PROCESSORS = 255  # also on a machine with fewer
     print(json.dumps(main(Path(sys.argv[1]), sys.argv[2:] or list(WIDE))))

@@ -1,0 +1,328 @@
+"""`RecordedPasses`: passes of a CPU whose kernels are recorded once and then run in one compiled call.
+
+Between two kernels of a decode step Python took as long as both: 30 layers of SmolLM2 at one row took 16 ms on 16 threads,
+where the kernels need 4. A pass of few rows is therefore recorded while the decoder runs it: which kernels it asks for, with
+which arguments. Later passes of the same shape run this list with their own inputs. What is recorded are the same kernels with
+the same arguments, so that no bit moves; a pass with anything else in it, such as a hook function, runs as ever.
+
+A recording is a list of works and of the memory between them: each tensor that was made on the way has a place in one arena,
+which it shares with those that are not needed at the same time. Inputs and arena are named by bases, to which arguments are
+relative. All torch operations that move or compute numbers are kernels here, too; one that is not in `_TASKS` ends a recording.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from replaylens.engine.errors import InternalError
+from replaylens.engine.memory.cache import KVCache
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes.batch import Batch, not_finite
+from replaylens.engine.passes.cpu import CpuOps, Products
+from replaylens.engine.request.capture import PassTap
+from replaylens.kernels import threads
+from replaylens.kernels.cpu import pointwise
+
+MAX_ROWS = 128
+"""rows of a pass that is recorded: above, Python is a small part of it"""
+WORTH = 2
+"""passes of a shape before it is recorded"""
+MAX_RECORDINGS = 64
+_LINE = 64
+"""bytes that places in the arena are multiples of"""
+
+Words = NDArray[np.int64]
+
+_aten = torch.ops.aten
+_MAKES = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default)
+
+
+class Shape(NamedTuple):
+    """What a recording depends on."""
+
+    rows: int
+    pages: int
+    """of a sequence's table, padded"""
+    sites: frozenset[str]
+    exact: bool
+
+
+class Unrecordable(Exception):
+    """An operation of a pass is no kernel."""
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the torch operations of a pass. Those that make tensors or views run; others are done by kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        """all alive, so that no two lie in the same place"""
+
+    def __torch_dispatch__(self, function: Any, _types: Any, given: Any = (), more: Any = None) -> Any:
+        if function in _MAKES:
+            self.made.append(function(*given, **(more or {})))
+            return self.made[-1]
+        if function.is_view or function is _aten.detach.default:
+            return function(*given, **(more or {}))
+        if (kernel := _TASKS.get(function)) is not None and (out := kernel(*given, **(more or {}))) is not None:
+            self.made.append(out)  # made here, where nobody watches
+            return out
+        raise Unrecordable(str(function))
+
+
+def _made_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    return torch.empty(x.shape if shape is None else shape, dtype=x.dtype)
+
+
+def _float(*tensors: Any) -> bool:
+    return all(isinstance(x, Tensor) and x.dtype is torch.float32 and 0 < x.dim() <= 3 and x.stride(-1) == 1 for x in tensors)
+
+
+def _add(x: Any, y: Any, *, alpha: Any = 1) -> Tensor | None:
+    return pointwise("add", x, y, _made_like(x)) if _float(x, y) and x.shape == y.shape and alpha == 1 else None
+
+
+def _mul(x: Any, y: Any) -> Tensor | None:
+    if not _float(x):
+        return None
+    if isinstance(y, float | int):
+        return pointwise("scale", x, None, _made_like(x), float(y))
+    return pointwise("mul", x, y, _made_like(x)) if _float(y) and x.shape == y.shape else None
+
+
+def _clamp(x: Any, low: Any = None, high: Any = None) -> Tensor | None:
+    both = _float(x) and isinstance(low, float | int) and isinstance(high, float | int) and low == -high
+    return pointwise("clamp", x, None, _made_like(x), float(high)) if both else None
+
+
+def _clone(x: Any, *, memory_format: Any = None) -> Tensor | None:
+    return pointwise("copy", x, None, _made_like(x)) if _float(x) else None
+
+
+def _copy(target: Any, x: Any, non_blocking: bool = False) -> Tensor | None:
+    return pointwise("copy", x, None, target) if _float(target, x) and target.shape == x.shape else None
+
+
+def _cat(parts: Any, dim: int = 0) -> Tensor | None:
+    if not _float(*parts):
+        return None
+    dim, shape = dim % parts[0].dim(), list(parts[0].shape)
+    shape[dim], done = sum(x.shape[dim] for x in parts), 0
+    out = _made_like(parts[0], shape)
+    for x in parts:
+        pointwise("copy", x, None, out.narrow(dim, done, x.shape[dim]))
+        done += x.shape[dim]
+    return out
+
+
+_TASKS: dict[Any, Callable[..., Tensor | None]] = {
+    _aten.add.Tensor: _add,
+    _aten.mul.Tensor: _mul,
+    _aten.mul.Scalar: _mul,
+    _aten.clamp.default: _clamp,
+    _aten.clone.default: _clone,
+    _aten.copy_.default: _copy,
+    _aten.cat.default: _cat,
+}
+"""torch's operations that kernels do with the same bits; None: not of these tensors"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Some memory that arguments point into."""
+
+    first: int
+    """address while it was recorded"""
+    size: int
+    at: int = 0
+    """where it begins, relative to its base"""
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Place":
+        return cls(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+
+    def within(self, given: Words) -> NDArray[np.intp]:
+        """Which of these arguments point into it. Numbers that are no addresses are far too small."""
+        return np.flatnonzero((given >= self.first) & (given < self.first + self.size))
+
+
+class Recording:
+    """The works of a pass, with addresses relative to the arena and to the inputs."""
+
+    def __init__(
+        self,
+        works: list[threads.Work],
+        inputs: Sequence[Tensor],
+        made: list[Tensor],
+        residual: Tensor,
+        values: Mapping[str, Tensor],
+    ) -> None:
+        """inputs   what differs between passes of this shape; the first is the residual stream that enters
+        made             tensors that were made on the way, all of them alive
+        residual, values  what is read afterwards"""
+        self.works, self.names = works, list(values)
+        self._starts = np.cumsum([0, *(len(work.given) for work in works)])[:-1]
+        self.given: Words = np.concatenate([np.frombuffer(work.given, np.int64) for work in works])
+        self.groups, self.results, places = self._left([residual, *values.values()], inputs[0], set(map(Place.of, made)))
+        self.left = max((place.at + _lines(place.size) for place in places), default=0)
+        """bytes at the arena's beginning that are read afterwards"""
+        taken = {place.first for place in places}
+        others = [place for place in dict.fromkeys(map(Place.of, made)) if place.size and place.first not in taken]
+        arranged, self.arena = _arranged(others, self.given, self._starts, self.left)
+        bases = [places + arranged, *([Place.of(x)] for x in inputs)]
+        self._patches = [_patch(self.given, each) for each in bases]
+        self._latest: list[int | None] = [None] * len(bases)
+        self._table: tuple[int, Words] = 0, self.given
+
+    def _left(
+        self, results: list[Tensor], entering: Tensor, made: set[Place]
+    ) -> tuple[list[tuple[int, int, int, torch.Size]], list[tuple[int, int] | None], list[Place]]:
+        """Results side by side: groups of equal shape (where they begin, how many, bytes of each, shape), the group and number
+        of each result, and their places. None: what enters the first block."""
+        shapes = list(dict.fromkeys(x.shape for x in results))
+        groups, numbers, places, at = list[tuple[int, int, int, torch.Size]](), dict[int, tuple[int, int]](), list[Place](), 0
+        for index, shape in enumerate(shapes):
+            own = {x.data_ptr(): Place.of(x) for x in results if x.shape == shape and x.data_ptr() != entering.data_ptr()}
+            size = 4 * shape.numel()
+            for number, (first, place) in enumerate(own.items()):
+                if place not in made or place.first != first or place.size != size or first in numbers:
+                    raise Unrecordable("A site that is a part of something.")
+                numbers[first] = index, number
+                places.append(Place(first, size, at + number * size))
+            groups.append((at, len(own), size, shape))
+            at += _lines(len(own) * size)
+        return groups, [numbers.get(x.data_ptr()) for x in results], places
+
+    def run(self, bases: Sequence[int]) -> None:
+        """Run all works, with the arena and the inputs at these addresses."""
+        for i, ((index, relative), base) in enumerate(zip(self._patches, bases, strict=True)):
+            if base != self._latest[i]:
+                self.given[index] = relative + base
+                self._latest[i] = base
+        if self._table[0] != threads.allowed():
+            counts = [threads.threads_for(work.cost, work.pieces) for work in self.works]
+            functions = np.array([work.function.address for work in self.works], np.int64)
+            self._table = threads.allowed(), np.stack([functions, self._starts, np.array(counts)], 1)
+        threads.run_list(self._table[1], self.given)
+
+
+def _lines(size: int) -> int:
+    return -(-size // _LINE) * _LINE
+
+
+def _patch(given: Words, places: list[Place]) -> tuple[NDArray[np.intp], Words]:
+    """The arguments that point into these places, and what they are relative to their base."""
+    found = [(place.within(given), place.at - place.first) for place in places]
+    index = np.concatenate([where for where, _ in found])
+    return index, given[index] + np.concatenate([np.full(len(where), by, np.int64) for where, by in found])
+
+
+def _arranged(made: list[Place], given: Words, starts: Words, begin: int) -> tuple[list[Place], int]:
+    """The places of tensors in an arena, from a byte on: those that are not needed at the same time one over the other. And
+    where it ends.
+
+    given  the arguments of all works, those of work i from starts[i] on
+    """
+    spans = list[tuple[int, int, Place]]()
+    for place in made:
+        used = np.searchsorted(starts, place.within(given), side="right") - 1
+        if len(used):
+            spans.append((int(used[0]), int(used[-1]), place))
+    arranged, size = list[Place](), begin
+    busy = list[tuple[int, int, int]]()  # from, to, and the last work that needs it
+    for first, last, place in sorted(spans, key=lambda span: span[0]):
+        busy = sorted(each for each in busy if each[2] >= first)
+        at = begin
+        for start, end, _ in busy:
+            if start - at >= place.size:
+                break
+            at = max(at, end)
+        busy.append((at, at + _lines(place.size), last))
+        arranged.append(replace(place, at=at))
+        size = max(size, at + _lines(place.size))
+    return arranged, size
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a pass leaves."""
+
+    residual: Tensor
+    """after the last block: [rows, d_model]"""
+    values: dict[str, Tensor]
+    """of the tapped sites"""
+
+
+class RecordedPasses:
+    """The recordings of one model on a CPU, by shape."""
+
+    def __init__(self, model: Decoder, cache: KVCache, products: Products) -> None:
+        self.model, self.cache = model, cache
+        self.products = {True: products, False: products.in_one_chain()}
+        self.told = torch.zeros(1, dtype=torch.int64)
+        """where kernels say that keys or values are not finite"""
+        self.recordings: OrderedDict[Shape, Recording] = OrderedDict()
+        self.unrecordable: dict[tuple[frozenset[str], bool], str] = {}
+        """what passes with these sites do that no kernel does"""
+        self._seen: Counter[Shape] = Counter()
+        self._arena = torch.empty(0, dtype=torch.uint8)
+
+    def run(self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool) -> Result | None:
+        """All blocks over x [rows, d_model]. None: no pass of this shape is recorded, and it must be run as ever.
+
+        Precondition: no edit or hook function touches the rows.
+        """
+        shape = Shape(batch.num_rows, batch.paged.pages.shape[1], sites, exact)
+        if shape.rows > MAX_ROWS or (sites, exact) in self.unrecordable:
+            return None
+        inputs = [x, batch.positions, batch.write_slots, batch.paged.sequence, batch.paged.pages, batch.paged.order, self.told]
+        if shape in self.recordings:
+            self.recordings.move_to_end(shape)
+            return self._replayed(self.recordings[shape], inputs)
+        self._seen[shape] += 1
+        return self._recorded(shape, batch, inputs) if self._seen[shape] >= WORTH else None
+
+    def _replayed(self, recording: Recording, inputs: list[Tensor]) -> Result:
+        if recording.arena > len(self._arena):
+            self._arena = torch.empty(recording.arena, dtype=torch.uint8)
+        self.told.zero_()
+        recording.run([self._arena.data_ptr(), *(each.data_ptr() for each in inputs)])
+        if bool(self.told):
+            raise not_finite("keys or values")
+        left = self._arena[: recording.left].clone()
+        found = [
+            left[at : at + count * size].view(torch.float32).view(count, *shape).unbind()
+            for at, count, size, shape in recording.groups
+        ]
+        residual, *values = (inputs[0] if where is None else found[where[0]][where[1]] for where in recording.results)
+        return Result(residual, dict(zip(recording.names, values, strict=True)))
+
+    def _recorded(self, shape: Shape, batch: Batch, inputs: list[Tensor]) -> Result | None:
+        """Run a pass and record it. None if something in it is no kernel."""
+        tap, ops = PassTap(shape.sites), CpuOps(batch, self.cache, self.products[shape.exact], self.told)
+        assert batch.paged.keys_seen  # a sum that must not be part of the recording
+        self.told.zero_()
+        try:
+            with threads.written() as works, _Watch() as watch:
+                residual = self.model.run_blocks(inputs[0], batch.positions, ops, tap, 0, self.model.config.num_layers)
+            recording = Recording(works, inputs, watch.made, residual, tap.values)
+        except Unrecordable as error:
+            self.unrecordable[shape.sites, shape.exact] = str(error)
+            return None
+        truth = Result(residual, tap.values)
+        found = self._replayed(recording, inputs)
+        for name, x in (("residual", truth.residual), *truth.values.items()):
+            if not torch.equal(found.residual if name == "residual" else found.values[name], x):
+                raise InternalError(f"A recorded pass of {shape.rows} rows has another {name} than the pass itself.")
+        self.recordings[shape] = recording
+        while len(self.recordings) > MAX_RECORDINGS:
+            self.recordings.popitem(last=False)
+        return truth

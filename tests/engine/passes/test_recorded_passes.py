@@ -1,0 +1,211 @@
+"""Recorded passes of a CPU have the bits of the passes that were recorded, whatever else runs, and say what they cannot do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import replaylens as rl
+from replaylens.engine.engine import Engine
+from replaylens.engine.errors import InternalError, NonFinite
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.passes import recorded
+from replaylens.engine.passes.recorded import Place, RecordedPasses
+from replaylens.kernels import cpu
+from tests.engine.reference import same_bits
+from tests.families import MORE, NAMES, hugging_face
+from tests.hostile import divide_everything
+from tests.toy_model import random_model
+
+ENDLESS = rl.Sampling(ignore_eos=True)
+SITES = "STC"
+
+
+def recordings(engine: Engine) -> RecordedPasses:
+    found = engine.runner.recorded
+    assert found is not None
+    return found
+
+
+def everything(engine: Engine, sites: str = SITES) -> dict[str, Any]:
+    """Tokens, KV and rows of two branches of which one is forked and cut back, in steps of one, two and three rows."""
+    first, second = engine.prompts([[1, 2, 3, 4, 5], [7, 8, 9]], sites=sites)
+    engine.generate([first, second], 21, sampling=ENDLESS, window=1)
+    third = first.fork(1)[0]
+    engine.generate([first, second.rollback(9), third], 18, sampling=ENDLESS, window=1)
+    second.generate(9, sampling=ENDLESS, window=1)
+    found: dict[str, Any] = {}
+    for name, branch in (("first", first), ("second", second), ("third", third)):
+        found |= {f"{name} tokens": torch.tensor(branch.tokens), f"{name} kv": branch.kv()}
+        found |= {f"{name} {site}": branch.activations[site] for site in (branch.activations.sites() if sites else ())}
+    return found
+
+
+def differing(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    assert ours.keys() == theirs.keys()
+    return [name for name in theirs if not same_bits(ours[name], theirs[name])]
+
+
+def unrecorded(model: Any, monkeypatch: pytest.MonkeyPatch, sites: str = SITES) -> dict[str, Any]:
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded, "WORTH", 1 << 30)
+        engine = Engine.load(model) if not isinstance(model, Decoder) else Engine(model)
+        found = everything(engine, sites)
+    assert not recordings(engine).recordings
+    return found
+
+
+FAMILIES = (*NAMES, *MORE)
+"""without recurrent layers, and with"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [x if x in ("gpt2", "gemma2", "qwen3", "bloom", "olmo") else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES],
+)
+def test_every_family_has_its_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hugging_face(name)
+    engine = Engine.load(model)
+    if engine.runner.recorded is None:
+        assert any(engine.model.config.has("mixer", layer) for layer in range(engine.model.config.num_layers))
+        return
+    truth = unrecorded(model, monkeypatch)
+    assert differing(everything(engine), truth) == []
+    assert recordings(engine).recordings and not recordings(engine).unrecordable
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_any_number_of_threads_which_changes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    divide_everything(monkeypatch)
+    model = random_model(d_model=64, d_mlp=96)
+    truth, engine, before = unrecorded(model, monkeypatch), Engine(model), torch.get_num_threads()
+    try:
+        for now in (count, 3):
+            torch.set_num_threads(now)
+            engine.prefix.clear()
+            assert differing(everything(engine), truth) == []
+    finally:
+        torch.set_num_threads(before)
+    assert recordings(engine).recordings
+
+
+def test_a_pass_that_is_no_list_of_kernels_is_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patterns, and hook functions; a pass without them is recorded beside them."""
+    model = random_model()
+    engine = Engine(model)
+    pattern = engine.prompt([3, 1, 2], sites=["blocks.0.attn.hook_pattern"])
+    pattern.generate(6, sampling=ENDLESS, window=1)
+    assert list(recordings(engine).unrecordable.values()) != [] and not recordings(engine).recordings
+    hooked = engine.prompt([3, 1, 2], hooks=[("blocks.1.hook_in", lambda value, context: value * 0.5)])
+    plain = engine.prompt([3, 1, 2])
+    for branch in (hooked, plain):
+        branch.generate(6, sampling=ENDLESS, window=1)
+    assert hooked.tokens != plain.tokens == pattern.tokens and recordings(engine).recordings
+
+
+def test_values_live_on_after_later_passes() -> None:
+    """Captured rows of a recorded pass are copies: the next pass has the same arena."""
+    engine = Engine(random_model())
+    one, other = engine.prompts([[1, 2, 3], [4, 5, 6]], sites=SITES)
+    one.generate(12, sampling=ENDLESS, window=1)
+    rows = {site: one.activations[site].clone() for site in one.activations.sites()}
+    other.generate(12, sampling=ENDLESS, window=1)
+    assert all(torch.equal(one.activations[site], rows[site]) for site in rows)
+
+
+def test_keys_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    engine = Engine(model)
+    branch = engine.prompt([1, 2, 3])
+    branch.generate(5, sampling=ENDLESS, window=1)
+    assert recordings(engine).recordings
+    kv, length = branch.kv(), branch.length
+    embedding = model.embedding
+    monkeypatch.setattr(model, "embedding", lambda *given: embedding(*given) * float("nan"))
+    with pytest.raises(NonFinite, match="keys or values"):
+        branch.force([4])
+    monkeypatch.undo()
+    assert branch.length == length and torch.equal(branch.kv(), kv)
+    assert branch.force([4]).length == length + 1
+
+
+def test_a_recording_that_differs_from_its_pass_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a work is left out."""
+    run = recorded.threads.run_list
+    monkeypatch.setattr(recorded.threads, "run_list", lambda works, given: run(works[:-1].copy(), given))
+    branch = Engine(random_model()).prompt([1, 2, 3])
+    with pytest.raises(InternalError, match="A recorded pass of 1 rows has another residual"):
+        branch.generate(5, sampling=ENDLESS, window=1)
+
+
+@pytest.mark.parametrize("fault", ["inputs", "arena"])
+def test_stale_inputs_and_memory_that_is_given_away_too_soon_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls for the comparison with unrecorded passes."""
+    model = random_model()
+    truth = unrecorded(model, monkeypatch)
+    if fault == "inputs":
+        run = recorded.Recording.run
+        kept: dict[Any, list[int]] = {}
+
+        def stale(self: Any, bases: Any) -> None:
+            first = kept.setdefault(self, list(bases))
+            run(self, [*bases[:3], *first[3:4], *bases[4:]])
+
+        monkeypatch.setattr(recorded.Recording, "run", stale)
+        held: list[Any] = []
+        replayed = RecordedPasses._replayed
+        monkeypatch.setattr(RecordedPasses, "_replayed", lambda *given: (held.append(given), replayed(*given))[1])
+        assert differing(everything(Engine(model)), truth) != []
+    else:
+        arranged = recorded._arranged
+        monkeypatch.setattr(
+            recorded, "_arranged", lambda *given: ([Place(p.first, p.size, given[3]) for p in given[0]], arranged(*given)[1])
+        )
+        with pytest.raises(InternalError):
+            everything(Engine(model))
+
+
+def test_places_do_not_overlap_while_they_are_needed() -> None:
+    """Random lists of works: memory that two works use at the same time lies apart, and little more than needed is taken."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(40):
+        made, at = [], 1 << 40
+        for _ in range(30):
+            size = int(torch.randint(1, 900, (1,), generator=generator))
+            made.append(Place(at, size))
+            at += size + 7
+        uses = [
+            (int(a), int(a) + int(b))
+            for a, b in zip(
+                torch.randint(0, 40, (30,), generator=generator), torch.randint(0, 9, (30,), generator=generator), strict=True
+            )
+        ]
+        given = [
+            [place.first for place, (first, last) in zip(made, uses, strict=True) if i in (first, last)] + [17]
+            for i in range(50)
+        ]
+        starts = torch.tensor([0, *(len(x) for x in given)]).cumsum(0)[:-1].numpy()
+        places, end = recorded._arranged(made, torch.tensor([x for each in given for x in each]).numpy(), starts, 128)
+        span = dict(zip(made, uses, strict=True))
+        known = [(p.at, p.at + p.size, *span[Place(p.first, p.size)]) for p in places]
+        assert len(places) == 30 and min(p.at for p in places) >= 128 and max(stop for _, stop, *_ in known) <= end
+        for i, (begin, stop, first, last) in enumerate(known):
+            for other in known[:i]:
+                assert stop <= other[0] or begin >= other[1] or last < other[2] or first > other[3]
+        together = max(sum(p.size for p in made if span[p][0] <= i <= span[p][1]) for i in range(50))
+        assert end - 128 < 2 * together + 64 * 30
+
+
+@pytest.mark.parametrize("kind, expected", [
+    ("copy", lambda x, y: x), ("add", lambda x, y: x + y), ("mul", lambda x, y: x * y),
+    ("scale", lambda x, y: x * 0.3), ("clamp", lambda x, y: x.clamp(-0.3, 0.3)),
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5)])
+def test_single_numbers_as_torch_computes_them(kind: str, expected: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(*shape[:-1], 11, generator=generator)[..., 3:8] for _ in range(2))
+    x[..., 0], y[..., 1] = float("nan"), float("inf")
+    out = torch.empty(*shape[:-1], 9)[..., 2:7]
+    assert same_bits(cpu.pointwise(kind, x, y, out, 0.3).contiguous(), expected(x, y).contiguous())
