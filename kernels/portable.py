@@ -535,7 +535,7 @@ def strip(rows, a, b, ldb, k, c, ldc, begun):
 
 @inlined
 def largest(x, lanes):
-    """The largest number that is no NaN. lanes: room for LANES of them; one comparison after another takes four times as long"""
+    """The largest number that is no NaN. lanes: room for LANES. Comparing one after another takes four times as long"""
     for i in range(LANES):
         lanes[i] = -_INF
     whole = len(x) // LANES * LANES
