@@ -235,7 +235,7 @@ THREADS_AIMS = (">= 1.5", ">= 1.5", ">= 1.0", ">= 1.0", ">= 2.0")
     quick={"counts": (1,), "n": 4, "length": 2, "branches": 2},
 )  # fmt: skip
 def threads(counts: tuple[int, ...] = (1, 2, 4, 8, 16), n: int = 32, length: int = 64, branches: int = 64) -> Lines:
-    """Both on 1 to 16 threads of the same machine, as far as it has them: wall seconds of processes in turns, without drafts."""
+    """Both on 1 to 16 threads of one machine, as far as it has them: wall seconds of processes in turns, without drafts."""
     for count in counts:
         if count > kernel_threads.PROCESSORS:
             continue

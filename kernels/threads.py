@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 from replaylens.kernels.portable import compiled, inlined, integers
 
-GRAIN = 1 << 16
+GRAIN = 1 << 15
 """multiply-adds that pay for one more thread"""
 _SPINS = 3000
 """looks at a word before a thread yields or sleeps: 20 to 150 microseconds, by the processor"""

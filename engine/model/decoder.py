@@ -420,7 +420,7 @@ class Block(nn.Module):
         wrote = tapped(tap, site, wrote if self.scale == 1.0 else wrote * self.scale)
         if post is not None:
             wrote = normed(wrote, post, post_sites, ops, tap)
-        return residual + wrote
+        return ops.add(residual, wrote)
 
 
 @dataclass(frozen=True)

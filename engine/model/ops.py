@@ -140,6 +140,10 @@ class RowOps(Protocol):
         """of every number"""
         ...
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """of equal shape"""
+        ...
+
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         """residual + linear(x), to the bit"""
         ...
@@ -353,6 +357,9 @@ class TorchOps:
         strength = self.sigmoid(strength)
         decay = -self.exp(a_log) * self.softplus(step + step_bias)
         return strength if scale == 1.0 else strength * scale, decay
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return residual + self.linear(x, linear)

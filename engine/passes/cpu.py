@@ -23,6 +23,7 @@ from replaylens.engine.request.placed import PATTERN, PlacedEdit
 from replaylens.kernels import cpu as portable
 from replaylens.kernels.cpu import PARTS, Panels, product
 from replaylens.kernels.cpu_attention import HostRows, attend, store
+from replaylens.kernels.threads import GRAIN
 
 
 def exact_sums(x: Tensor) -> Tensor:
@@ -153,6 +154,11 @@ class CpuRowOps(TorchOps):
 
     def linear(self, x: Tensor, linear: Linear) -> Tensor:
         return self.products.linear(x, linear)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        if x.numel() < GRAIN:  # torch has one thread within a pass, and less to do before it
+            return x + y
+        return portable.pointwise("add", rows_of(x), rows_of(y), x.new_empty(x.shape))
 
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return self.products.linear(x, linear, residual)

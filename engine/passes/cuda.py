@@ -255,6 +255,9 @@ class HeadOps(ExpertOps):
     def unembed(self, x: Tensor, table: Tensor) -> Tensor:
         return matmul(x, table.t(), out_dtype=torch.float32)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
     def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Tensor:
         return matmul(x, linear.stored(), linear.bias, residual=residual)
 

@@ -89,7 +89,7 @@ class Sent(Protocol):
         ...
 
 
-_MANY = 8
+_OF_EACH = 8
 """rows of a branch that are copied from each site, not from all sites together"""
 
 
@@ -123,9 +123,11 @@ class PassTap:
         consecutive = len(packed) > 0 and packed[-1] - packed[0] == len(packed) - 1
         which = slice(packed[0], packed[-1] + 1) if consecutive else list(packed)
         found: Rows = {}
-        if consecutive and len(packed) >= _MANY and not self.values[sites[0]].is_cuda:  # one copy instead of two
+        if consecutive and len(packed) >= _OF_EACH and not self.values[sites[0]].is_cuda:  # one copy instead of two
             for names in self.of_one_shape(sites):
-                found.update(zip(names, torch.stack([self.values[name][which] for name in names]).unbind(), strict=True))
+                parts = [self.values[name][which] for name in names]
+                whole = torch.stack(parts, out=_unmapped(parts[0], (len(parts), *parts[0].shape)))
+                found.update(zip(names, whole.unbind(), strict=True))
             return {site: found[site] for site in sites}
         if sites not in self._stacked:
             self._stacked[sites] = [(names, x.cpu()) for names, x in self.stacked(sites)]
