@@ -32,7 +32,7 @@ from replaylens.kernels.cpu import pointwise
 
 MAX_ROWS = 128
 """rows of a pass that is recorded: above, Python is a small part of it"""
-WORTH = 2
+WORTH = 3
 """passes of a shape before it is recorded"""
 MAX_RECORDINGS = 64
 _LINE = 64
@@ -205,6 +205,7 @@ class Recording:
         """Run all works, with the arena and the inputs at these addresses."""
         for i, ((index, relative), base) in enumerate(zip(self._patches, bases, strict=True)):
             if base != self._latest[i]:
+                self._latest[i] = None  # an interrupt may come between
                 self.given[index] = relative + base
                 self._latest[i] = base
         if self._table[0] != threads.allowed():
