@@ -28,15 +28,18 @@ from replaylens.kernels.portable import compiled, inlined, integers
 
 GRAIN = 1 << 15
 """multiply-adds that pay for one more thread"""
-_SPINS = 3000
-"""looks at a word before a thread yields or sleeps: 20 to 150 microseconds, by the processor"""
+_SPINS, _YIELDS = 3000, 3000
+"""how often a thread looks for work before it lets others run (20 to 150 microseconds, by the processor), and again before it
+sleeps (about 2 ms). Threads that slept sooner were asleep at the next kernel of 64 rows: 0.5 s a step, where 0.05 are needed"""
 
 # A crew is 64 words of 8 bytes, by their numbers. Those that several threads write have a cache line of their own.
 _GO = 0
 """the work: 65536 times its number, plus 256 times its parts, plus how many of them have been taken"""
 _ENDED = 8
 """how many parts have ended, plus 2^32 times how many of them did so without an error"""
-_ASLEEP, _OWNED, _WORK = 16, 24, 25
+_ASLEEP = 16
+"""whether a helper sleeps that was not told of the latest work"""
+_OWNED, _WORK = 24, 25
 _MUTEX, _CONDITION = 32, 48
 """of the system's threads, in 128 bytes each, which is more than any system takes"""
 
@@ -129,10 +132,9 @@ def _do(crew, number):
 def _sleep(crew, number):
     """Until there is other work than this."""
     _lock_mutex(crew + 8 * _MUTEX)
-    _add(crew + 8 * _ASLEEP, 1)
+    _write(crew + 8 * _ASLEEP, 1)
     while _read(crew + 8 * _GO) >> 16 == number:
         _wait_for_condition(crew + 8 * _CONDITION, crew + 8 * _MUTEX)
-    _add(crew + 8 * _ASLEEP, -1)
     _unlock_mutex(crew + 8 * _MUTEX)
 
 
@@ -145,8 +147,10 @@ def _serve(crew):
         while _read(crew + 8 * _GO) >> 16 == number:
             _pause()
             spins += 1
-            if spins > _SPINS:
+            if spins > _SPINS + _YIELDS:
                 _sleep(crew, number)
+            elif spins > _SPINS:
+                _yield()
 
 
 @inlined
@@ -157,6 +161,7 @@ def _begin(crew, count):
     _write(crew + 8 * _GO, number << 16 | count << 8)
     if _read(crew + 8 * _ASLEEP):
         _lock_mutex(crew + 8 * _MUTEX)
+        _write(crew + 8 * _ASLEEP, 0)  # told once, although they take a while to come
         _tell_all(crew + 8 * _CONDITION)
         _unlock_mutex(crew + 8 * _MUTEX)
     return number
