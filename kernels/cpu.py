@@ -256,6 +256,7 @@ def _product(given, index, count):
                     done += h
             more = residual + 4 * (block * ldr + column) if residual else 0
             _finish(target, ldt, y, ldo, tiles, width, bias + 4 * column if bias else 0, more, ldr)
+    packed[0] = levels[0] = edge[0] = np.float32(0.0)  # numba frees an array after its last use, whatever holds its address
     return 1
 
 

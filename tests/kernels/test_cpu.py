@@ -254,6 +254,19 @@ def test_a_row_alone_and_any_number_of_threads(name: str, monkeypatch: pytest.Mo
             assert same(case(slice(None)), together)
 
 
+@pytest.mark.parametrize("short", [False, True])
+def test_products_of_many_rows_on_threads(short: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has memory of its own for sums. Memory that was freed too soon was another's: wrong in one of 30 products."""
+    x, w = numbers(1, 1000, 577), numbers(2, 577, 1000)
+    panels = Panels.of(w.bfloat16().float() if short else w)
+    with threads.within(1):
+        expected = cpu.product(x, panels)
+    divide_everything(monkeypatch)
+    for count in (3, 8, 16):
+        with threads.within(count):
+            assert all(same(cpu.product(x, panels), expected) for _ in range(12))
+
+
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_attention_on_threads(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     paths, many = Paths(16), torch.arange(8).repeat(9)
