@@ -261,7 +261,7 @@ def _processors() -> int:
     """How many processors this process may use, by its affinity and its control group: a thread more would only wait."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         found = min(found, max(1, math.ceil(int(quota) / int(period))))
     return min(found, 255)
 

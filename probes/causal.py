@@ -23,7 +23,7 @@ from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError
 from replaylens.probes.heldout import held_out
 from replaylens.probes.intervals import Estimate, difference_over_groups, mean_over_placebos, ratio_over_groups
-from replaylens.probes.positions import OF_TASKS, Position, add_places
+from replaylens.probes.positions import OF_TASKS, RowPosition, add_places
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import Cell, make_target
@@ -84,7 +84,7 @@ class InterventionRunner:
     def __init__(self, engine: Engine, examples: Sequence[Example], site: str, label: str, position: str = "query") -> None:
         self.engine, self.site, self.label = engine, engine.sites.resolve(site), label
         self.final = engine.sites.per_layer("S")[-1]
-        self.position = Position.parse(position, OF_TASKS)
+        self.position = RowPosition.parse(position, OF_TASKS)
         examples = example_list(examples)
         self.answers = _single_tokens(engine, examples[0].maker.answers())
         self.subjects: list[Subject] = []

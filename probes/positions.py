@@ -71,7 +71,7 @@ PLACES = ("step", "since_step", "until_step", "since_query", "steps")
 """the columns of `add_places`; all missing in rows from arrays"""
 
 
-class Position(positions.Position):
+class RowPosition(positions.Position):
     """A parsed position of rows."""
 
     @classmethod

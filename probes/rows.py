@@ -32,7 +32,7 @@ from replaylens.features.rows import Ids, feature_ids
 from replaylens.probes.arrays import OWN, FromArrays
 from replaylens.probes.checks import mask_of
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, ProbeError
-from replaylens.probes.positions import OF_ARRAYS, OF_TASKS, Position, PositionFunction, add_last, add_places, example_keys
+from replaylens.probes.positions import OF_ARRAYS, OF_TASKS, PositionFunction, RowPosition, add_last, add_places, example_keys
 from replaylens.probes.sources import (
     LETTERS,
     About,
@@ -325,18 +325,18 @@ class ProbeRows(FromArrays):
         """The rows at a position; see `positions`."""
         return self.at_position(self.position(position))
 
-    def at_position(self, position: Position) -> "ProbeRows":
+    def at_position(self, position: RowPosition) -> "ProbeRows":
         """The rows at a parsed position. Places such as a substring are looked up on whole paths."""
         if position.kind not in ("tokens", "last", "text"):
             return self.where(position.mask(self.frame))
         every = self.whole
         return self.where(position.mask(every.frame)[np.searchsorted(every.numbers, self.numbers)])
 
-    def position(self, spec: str | int | PositionFunction) -> Position:
+    def position(self, spec: str | int | PositionFunction) -> RowPosition:
         """A parsed position. Raises BadPosition, which lists the forms that these rows have."""
         arrays = self.about.task is None or self.about.of_texts
         kinds, of = (OF_ARRAYS, "given texts or arrays") if arrays else (OF_TASKS, "a task")
-        return Position.parse(spec, kinds, f"position of {of}")
+        return RowPosition.parse(spec, kinds, f"position of {of}")
 
     def renumbered(self) -> "ProbeRows":
         """The same rows, numbered from 0, without the rows that they were narrowed from."""

@@ -14,7 +14,7 @@ from replaylens.probes.checks import as_draws, layer_list, names
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.heldout import known_metric
 from replaylens.probes.permutations import PERMUTATIONS
-from replaylens.probes.positions import Position
+from replaylens.probes.positions import RowPosition
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import Split
 
@@ -106,7 +106,7 @@ class SweepSettings:
             if registry.get(name).swept == "no":
                 raise ProbeError(f"{name} does not take rows of one position. See docs/probes.md for its input.")
         for position in self.positions:
-            Position.parse(position)
+            RowPosition.parse(position)
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))

@@ -53,7 +53,7 @@ from replaylens.probes.heldout import (
 )
 from replaylens.probes.intervals import LEVEL, corrected_p, mean_over_groups
 from replaylens.probes.permutations import EXCHANGED, Null, exchanged_share, why_no_exchange, with_partners
-from replaylens.probes.positions import Position, PositionFunction
+from replaylens.probes.positions import PositionFunction, RowPosition
 from replaylens.probes.probe import is_probe
 from replaylens.probes.report import Report, about_rows, is_report, percent, score_line
 from replaylens.probes.rows import LATER, Cell, ProbeRows
@@ -478,7 +478,7 @@ class _Sweep:
 
     rows: ProbeRows
     settings: SweepSettings
-    positions: Sequence[Position]
+    positions: Sequence[RowPosition]
     make_split: MakeSplit
     blank: ProbeRows | None
     resume: str | Path | None
@@ -507,7 +507,7 @@ class _Sweep:
                 return rows.rejected()
         return rows
 
-    def _place(self, chosen: ProbeRows, cells: list[Cell], at: Position) -> SweepPosition:
+    def _place(self, chosen: ProbeRows, cells: list[Cell], at: RowPosition) -> SweepPosition:
         """The rows, groups, split and goals of one position; without goals if none can be probed there."""
         settings, found, position = self.settings, chosen.at_position(at), at.spec
         if not len(found):
@@ -692,7 +692,7 @@ def _single(x: Tensor) -> Tensor:
     return (centred / torch.where(scale > 0, scale, torch.ones_like(scale))).float()
 
 
-def _positions(rows: ProbeRows, given: Any) -> list[Position]:
+def _positions(rows: ProbeRows, given: Any) -> list[RowPosition]:
     """The positions, parsed."""
     single = isinstance(given, str | int | float | np.number) or callable(given)
     found = [given] if single else as_list("positions", given, "a position, or a list of them", BadPosition)

@@ -30,7 +30,7 @@ from replaylens.extras.bridges import formats, neuronpedia
 from replaylens.features.rows import FeatureRows
 from replaylens.probes.controls import make_goal
 from replaylens.probes.intervals import Estimate
-from replaylens.probes.positions import Position, add_places
+from replaylens.probes.positions import RowPosition, add_places
 from replaylens.probes.questions.forced import forced_rows
 from replaylens.probes.splits import by_part
 from replaylens.rollouts.plan import Answer
@@ -318,7 +318,11 @@ def _rows_and_splits() -> dict[str, Any]:
     return {
         "streamed": [{str(cell): [each.mean, each.covariance] for cell, each in m.moments().items()} for m in (streamed, more)],
         "fitted": [each.decision_function(numbers(9, 3, 128).numpy()) for each in more.fit("mass-mean").values()],
-        "places": [len(rows.at_position(position)), position.mask(add_places(rows.frame, None)), str(Position.parse("step-1"))],
+        "places": [
+            len(rows.at_position(position)),
+            position.mask(add_places(rows.frame, None)),
+            str(RowPosition.parse("step-1")),
+        ],
         "cells": [str(rows.cell("S", 1)), str(rows.cells("S", [0, 2])), rows.known("face"), error(rows.require, engine)],
         "results": p.ProbeRows.of_results(engine, plan, run.results[:2]).frame,
         "forced": forced_rows(engine, examples, [" heads."] * 4).frame,

@@ -38,13 +38,13 @@ MAX_RECORDINGS = 64
 _LINE = 64
 """bytes that places in the arena are multiples of"""
 
-Words = NDArray[np.int64]
+Ints = NDArray[np.int64]
 
 _aten = torch.ops.aten
 _MAKES = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default)
 
 
-class Shape(NamedTuple):
+class RecordedShape(NamedTuple):
     """What a recording depends on."""
 
     rows: int
@@ -52,10 +52,6 @@ class Shape(NamedTuple):
     """of a sequence's table, padded"""
     sites: frozenset[str]
     exact: bool
-
-
-class Unrecordable(Exception):
-    """An operation of a pass is no kernel."""
 
 
 class _Watch(TorchDispatchMode):
@@ -75,7 +71,7 @@ class _Watch(TorchDispatchMode):
         if (kernel := _TASKS.get(function)) is not None and (out := kernel(*given, **(more or {}))) is not None:
             self.made.append(out)  # made here, where nobody watches
             return out
-        raise Unrecordable(str(function))
+        raise NotImplementedError(str(function))
 
 
 def _made_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -136,7 +132,7 @@ _TASKS: dict[Any, Callable[..., Tensor | None]] = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Some memory that arguments point into."""
 
     first: int
@@ -146,15 +142,15 @@ class Place:
     """where it begins, relative to its base"""
 
     @classmethod
-    def of(cls, x: Tensor) -> "Place":
+    def of(cls, x: Tensor) -> "Extent":
         return cls(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
 
-    def within(self, given: Words) -> NDArray[np.intp]:
+    def within(self, given: Ints) -> NDArray[np.intp]:
         """Which of these arguments point into it. Numbers that are no addresses are far too small."""
         return np.flatnonzero((given >= self.first) & (given < self.first + self.size))
 
 
-class Recording:
+class WorkList:
     """The works of a pass, with addresses relative to the arena and to the inputs."""
 
     def __init__(
@@ -170,33 +166,33 @@ class Recording:
         residual, values  what is read afterwards"""
         self.works, self.names = works, list(values)
         self._starts = np.cumsum([0, *(len(work.given) for work in works)])[:-1]
-        self.given: Words = np.concatenate([np.frombuffer(work.given, np.int64) for work in works])
-        self.groups, self.results, places = self._left([residual, *values.values()], inputs[0], set(map(Place.of, made)))
+        self.given: Ints = np.concatenate([np.frombuffer(work.given, np.int64) for work in works])
+        self.groups, self.results, places = self._left([residual, *values.values()], inputs[0], set(map(Extent.of, made)))
         self.left = max((place.at + _lines(place.size) for place in places), default=0)
         """bytes at the arena's beginning that are read afterwards"""
         taken = {place.first for place in places}
-        others = [place for place in dict.fromkeys(map(Place.of, made)) if place.size and place.first not in taken]
+        others = [place for place in dict.fromkeys(map(Extent.of, made)) if place.size and place.first not in taken]
         arranged, self.arena = _arranged(others, self.given, self._starts, self.left)
-        bases = [places + arranged, *([Place.of(x)] for x in inputs)]
+        bases = [places + arranged, *([Extent.of(x)] for x in inputs)]
         self._patches = [_patch(self.given, each) for each in bases]
         self._latest: list[int | None] = [None] * len(bases)
-        self._table: tuple[int, Words] = 0, self.given
+        self._table: tuple[int, Ints] = 0, self.given
 
     def _left(
-        self, results: list[Tensor], entering: Tensor, made: set[Place]
-    ) -> tuple[list[tuple[int, int, int, torch.Size]], list[tuple[int, int] | None], list[Place]]:
+        self, results: list[Tensor], entering: Tensor, made: set[Extent]
+    ) -> tuple[list[tuple[int, int, int, torch.Size]], list[tuple[int, int] | None], list[Extent]]:
         """Results side by side: groups of equal shape (where they begin, how many, bytes of each, shape), the group and number
         of each result, and their places. None: what enters the first block."""
         shapes = list(dict.fromkeys(x.shape for x in results))
-        groups, numbers, places, at = list[tuple[int, int, int, torch.Size]](), dict[int, tuple[int, int]](), list[Place](), 0
+        groups, numbers, places, at = list[tuple[int, int, int, torch.Size]](), dict[int, tuple[int, int]](), list[Extent](), 0
         for index, shape in enumerate(shapes):
-            own = {x.data_ptr(): Place.of(x) for x in results if x.shape == shape and x.data_ptr() != entering.data_ptr()}
+            own = {x.data_ptr(): Extent.of(x) for x in results if x.shape == shape and x.data_ptr() != entering.data_ptr()}
             size = 4 * shape.numel()
             for number, (first, place) in enumerate(own.items()):
                 if place not in made or place.first != first or place.size != size or first in numbers:
-                    raise Unrecordable("A site that is a part of something.")
+                    raise NotImplementedError("A site that is a part of something.")
                 numbers[first] = index, number
-                places.append(Place(first, size, at + number * size))
+                places.append(Extent(first, size, at + number * size))
             groups.append((at, len(own), size, shape))
             at += _lines(len(own) * size)
         return groups, [numbers.get(x.data_ptr()) for x in results], places
@@ -219,25 +215,25 @@ def _lines(size: int) -> int:
     return -(-size // _LINE) * _LINE
 
 
-def _patch(given: Words, places: list[Place]) -> tuple[NDArray[np.intp], Words]:
+def _patch(given: Ints, places: list[Extent]) -> tuple[NDArray[np.intp], Ints]:
     """The arguments that point into these places, and what they are relative to their base."""
     found = [(place.within(given), place.at - place.first) for place in places]
     index = np.concatenate([where for where, _ in found])
     return index, given[index] + np.concatenate([np.full(len(where), by, np.int64) for where, by in found])
 
 
-def _arranged(made: list[Place], given: Words, starts: Words, begin: int) -> tuple[list[Place], int]:
+def _arranged(made: list[Extent], given: Ints, starts: Ints, begin: int) -> tuple[list[Extent], int]:
     """The places of tensors in an arena, from a byte on: those that are not needed at the same time one over the other. And
     where it ends.
 
     given  the arguments of all works, those of work i from starts[i] on
     """
-    spans = list[tuple[int, int, Place]]()
+    spans = list[tuple[int, int, Extent]]()
     for place in made:
         used = np.searchsorted(starts, place.within(given), side="right") - 1
         if len(used):
             spans.append((int(used[0]), int(used[-1]), place))
-    arranged, size = list[Place](), begin
+    arranged, size = list[Extent](), begin
     busy = list[tuple[int, int, int]]()  # from, to, and the last work that needs it
     for first, last, place in sorted(spans, key=lambda span: span[0]):
         busy = sorted(each for each in busy if each[2] >= first)
@@ -253,7 +249,7 @@ def _arranged(made: list[Place], given: Words, starts: Words, begin: int) -> tup
 
 
 @dataclass(frozen=True, eq=False)
-class Result:
+class RanPass:
     """What a pass leaves."""
 
     residual: Tensor
@@ -270,18 +266,18 @@ class RecordedPasses:
         self.products = {True: products, False: products.in_one_chain()}
         self.told = torch.zeros(1, dtype=torch.int64)
         """where kernels say that keys or values are not finite"""
-        self.recordings: OrderedDict[Shape, Recording] = OrderedDict()
+        self.recordings: OrderedDict[RecordedShape, WorkList] = OrderedDict()
         self.unrecordable: dict[tuple[frozenset[str], bool], str] = {}
         """what passes with these sites do that no kernel does"""
-        self._seen: Counter[Shape] = Counter()
+        self._seen: Counter[RecordedShape] = Counter()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def run(self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool) -> Result | None:
+    def run(self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool) -> RanPass | None:
         """All blocks over x [rows, d_model]. None: no pass of this shape is recorded, and it must be run as ever.
 
         Precondition: no edit or hook function touches the rows.
         """
-        shape = Shape(batch.num_rows, batch.paged.pages.shape[1], sites, exact)
+        shape = RecordedShape(batch.num_rows, batch.paged.pages.shape[1], sites, exact)
         if shape.rows > MAX_ROWS or (sites, exact) in self.unrecordable:
             return None
         inputs = [x, batch.positions, batch.write_slots, batch.paged.sequence, batch.paged.pages, batch.paged.order, self.told]
@@ -291,7 +287,7 @@ class RecordedPasses:
         self._seen[shape] += 1
         return self._recorded(shape, batch, inputs) if self._seen[shape] >= WORTH else None
 
-    def _replayed(self, recording: Recording, inputs: list[Tensor]) -> Result:
+    def _replayed(self, recording: WorkList, inputs: list[Tensor]) -> RanPass:
         if recording.arena > len(self._arena):
             self._arena = torch.empty(recording.arena, dtype=torch.uint8)
         self.told.zero_()
@@ -304,9 +300,9 @@ class RecordedPasses:
             for at, count, size, shape in recording.groups
         ]
         residual, *values = (inputs[0] if where is None else found[where[0]][where[1]] for where in recording.results)
-        return Result(residual, dict(zip(recording.names, values, strict=True)))
+        return RanPass(residual, dict(zip(recording.names, values, strict=True)))
 
-    def _recorded(self, shape: Shape, batch: Batch, inputs: list[Tensor]) -> Result | None:
+    def _recorded(self, shape: RecordedShape, batch: Batch, inputs: list[Tensor]) -> RanPass | None:
         """Run a pass and record it. None if something in it is no kernel."""
         tap, ops = PassTap(shape.sites), CpuOps(batch, self.cache, self.products[shape.exact], self.told)
         assert batch.paged.keys_seen  # a sum that must not be part of the recording
@@ -314,11 +310,11 @@ class RecordedPasses:
         try:
             with threads.written() as works, _Watch() as watch:
                 residual = self.model.run_blocks(inputs[0], batch.positions, ops, tap, 0, self.model.config.num_layers)
-            recording = Recording(works, inputs, watch.made, residual, tap.values)
-        except Unrecordable as error:
+            recording = WorkList(works, inputs, watch.made, residual, tap.values)
+        except NotImplementedError as error:
             self.unrecordable[shape.sites, shape.exact] = str(error)
             return None
-        truth = Result(residual, tap.values)
+        truth = RanPass(residual, tap.values)
         found = self._replayed(recording, inputs)
         for name, x in (("residual", truth.residual), *truth.values.items()):
             if not torch.equal(found.residual if name == "residual" else found.values[name], x):

@@ -123,7 +123,7 @@ class PassTap:
         consecutive = len(packed) > 0 and packed[-1] - packed[0] == len(packed) - 1
         which = slice(packed[0], packed[-1] + 1) if consecutive else list(packed)
         found: Rows = {}
-        if consecutive and len(packed) >= _OF_EACH and not self.values[sites[0]].is_cuda:  # one copy instead of two
+        if sites and consecutive and len(packed) >= _OF_EACH and not self.values[sites[0]].is_cuda:  # one copy, not two
             for names in self.of_one_shape(sites):
                 parts = [self.values[name][which] for name in names]
                 whole = torch.stack(parts, out=_unmapped(parts[0], (len(parts), *parts[0].shape)))

@@ -47,7 +47,7 @@ ON_PATH = (*CAPTURED, "text")
 """what follows from the tokens of a path"""
 CUSTOM = "custom:"
 """begins the spec of a function"""
-Pieces = Callable[[], Iterable[str]]
+TokenTexts = Callable[[], Iterable[str]]
 """gives the texts of a path's tokens"""
 _INT = r"(-?\d{1,18})"
 _TOKENS = re.compile(r"(all|prompt|response|generated|tokens)(?:\[(.+)\])?|(.+)")
@@ -145,7 +145,7 @@ class Position:
         tokens = PositionSlice.parse(spec)
         return None if tokens is None else cls(spec, "tokens", tokens)
 
-    def on(self, length: int, num_prompt: int, pieces: Pieces) -> Sequence[int]:
+    def on(self, length: int, num_prompt: int, pieces: TokenTexts) -> Sequence[int]:
         """Its positions on a path, ascending. Precondition: the kind is in `ON_PATH`."""
         return ends_of(self.name, [*pieces()]) if self.tokens is None else self.tokens.kept(0, length, num_prompt)
 
@@ -181,7 +181,7 @@ def numbers(name: str, given: Any, error: type[EngineError] = BadRequest) -> Pos
 
 
 def chosen(
-    positions: At, length: int, num_prompt: int = 0, pieces: Pieces | None = None, error: type[EngineError] = BadRequest
+    positions: At, length: int, num_prompt: int = 0, pieces: TokenTexts | None = None, error: type[EngineError] = BadRequest
 ) -> list[int]:
     """Positions of a path of `length` tokens, counted from 0; None: all. The error for one that it does not have.
 

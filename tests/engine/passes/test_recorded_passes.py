@@ -12,7 +12,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import InternalError, NonFinite
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import recorded
-from replaylens.engine.passes.recorded import Place, RecordedPasses
+from replaylens.engine.passes.recorded import Extent, RecordedPasses
 from replaylens.kernels import cpu
 from tests.engine.reference import same_bits
 from tests.families import MORE, NAMES, hugging_face
@@ -146,14 +146,14 @@ def test_stale_inputs_and_memory_that_is_given_away_too_soon_are_seen(fault: str
     model = random_model()
     truth = unrecorded(model, monkeypatch)
     if fault == "inputs":
-        run = recorded.Recording.run
+        run = recorded.WorkList.run
         kept: dict[Any, list[int]] = {}
 
         def stale(self: Any, bases: Any) -> None:
             first = kept.setdefault(self, list(bases))
             run(self, [*bases[:3], *first[3:4], *bases[4:]])
 
-        monkeypatch.setattr(recorded.Recording, "run", stale)
+        monkeypatch.setattr(recorded.WorkList, "run", stale)
         held: list[Any] = []
         replayed = RecordedPasses._replayed
         monkeypatch.setattr(RecordedPasses, "_replayed", lambda *given: (held.append(given), replayed(*given))[1])
@@ -161,7 +161,7 @@ def test_stale_inputs_and_memory_that_is_given_away_too_soon_are_seen(fault: str
     else:
         arranged = recorded._arranged
         monkeypatch.setattr(
-            recorded, "_arranged", lambda *given: ([Place(p.first, p.size, given[3]) for p in given[0]], arranged(*given)[1])
+            recorded, "_arranged", lambda *given: ([Extent(p.first, p.size, given[3]) for p in given[0]], arranged(*given)[1])
         )
         with pytest.raises(InternalError):
             everything(Engine(model))
@@ -174,7 +174,7 @@ def test_places_do_not_overlap_while_they_are_needed() -> None:
         made, at = [], 1 << 40
         for _ in range(30):
             size = int(torch.randint(1, 900, (1,), generator=generator))
-            made.append(Place(at, size))
+            made.append(Extent(at, size))
             at += size + 7
         uses = [
             (int(a), int(a) + int(b))
@@ -189,7 +189,7 @@ def test_places_do_not_overlap_while_they_are_needed() -> None:
         starts = torch.tensor([0, *(len(x) for x in given)]).cumsum(0)[:-1].numpy()
         places, end = recorded._arranged(made, torch.tensor([x for each in given for x in each]).numpy(), starts, 128)
         span = dict(zip(made, uses, strict=True))
-        known = [(p.at, p.at + p.size, *span[Place(p.first, p.size)]) for p in places]
+        known = [(p.at, p.at + p.size, *span[Extent(p.first, p.size)]) for p in places]
         assert len(places) == 30 and min(p.at for p in places) >= 128 and max(stop for _, stop, *_ in known) <= end
         for i, (begin, stop, first, last) in enumerate(known):
             for other in known[:i]:

@@ -222,7 +222,7 @@ REFUSED: dict[type[Exception], list[tuple[Call, str]]] = {
         (lambda d: d.engine.force_all([d.a], []), "0 texts for 1 branches. Give one for each"),
         (lambda d: d.engine.force_all([d.a, d.b], [[1], []]), "at least one"),
         (lambda d: d.engine.force_all([d.a, d.b], [[1], [VOCAB]]), "vocabulary"),
-        (lambda d: d.a.resample(2, at="words"), r"at='words'\. Give 'sentences', 'tokens'"),
+        (lambda d: d.a.resample(2, at="words"), r"Unknown at 'words'\. Use all, .* or sentences"),
         (lambda d: rl.patch([1], d.engine, [2], metric=3), r"Invalid engine=\[1\] in patch\(\)\. Give an Engine"),
         (lambda d: d.branch.rollback(2), "Use 3 .* to 9"),
         (lambda d: d.branch.rollback(10), "cannot roll back to 10"),
