@@ -105,14 +105,21 @@ def test_a_pass_that_is_no_list_of_kernels_is_run_as_ever(monkeypatch: pytest.Mo
     assert hooked.tokens != plain.tokens == pattern.tokens and recordings(engine).recordings
 
 
-def test_values_live_on_after_later_passes() -> None:
-    """Captured rows of a recorded pass are copies: the next pass has the same arena."""
-    engine = Engine(random_model())
-    one, other = engine.prompts([[1, 2, 3], [4, 5, 6]], sites=SITES)
-    one.generate(12, sampling=ENDLESS, window=1)
-    rows = {site: one.activations[site].clone() for site in one.activations.sites()}
-    other.generate(12, sampling=ENDLESS, window=1)
-    assert all(torch.equal(one.activations[site], rows[site]) for site in rows)
+def test_values_live_on_after_later_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a recorded pass leaves is a copy: the next pass has the same arena."""
+    kept = list[tuple[Tensor, Tensor]]()
+    replayed = RecordedPasses._replayed
+
+    def held(*given: Any) -> Any:
+        ran = replayed(*given)
+        kept.extend((x, x.clone()) for x in (ran.residual, *ran.values.values()))
+        return ran
+
+    monkeypatch.setattr(RecordedPasses, "_replayed", held)
+    one, other = Engine(random_model()).prompts([[1, 2, 3], [4, 5, 6]], sites=SITES)
+    one.generate(6, sampling=ENDLESS, window=1)
+    other.generate(6, sampling=ENDLESS, window=1)
+    assert len(kept) > 40 and all(torch.equal(x, then) for x, then in kept)
 
 
 def test_keys_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +132,10 @@ def test_keys_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -
     embedding = model.embedding
     monkeypatch.setattr(model, "embedding", lambda *given: embedding(*given) * float("nan"))
     with pytest.raises(NonFinite, match="keys or values"):
-        branch.force([4])
+        branch.generate(1, sampling=ENDLESS, window=1)
     monkeypatch.undo()
     assert branch.length == length and torch.equal(branch.kv(), kv)
-    assert branch.force([4]).length == length + 1
+    assert branch.generate(1, sampling=ENDLESS, window=1).length == length + 1
 
 
 def test_a_recording_that_differs_from_its_pass_is_a_defect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,12 +224,12 @@ def test_each_part_is_done_once(count: int) -> None:
 def test_python_threads_at_the_same_time_each_have_their_work_done() -> None:
     """One of them has the crew; the others, who do not wait, do all of theirs themselves: in one part."""
     found = list[list[int]]()
-    workers = [threading.Thread(target=lambda: found.append(counted(200, 3, 400).tolist())) for _ in range(3)]
+    workers = [threading.Thread(target=lambda: found.append(counted(60, 3, 40_000).tolist())) for _ in range(3)]
     for each in workers:
         each.start()
     for each in workers:
         each.join()
-    assert [each[0] for each in found] == [200] * 3 and all(each[1] == each[2] <= 200 for each in found)
+    assert [each[0] for each in found] == [60] * 3 and all(each[1] == each[2] <= 60 for each in found)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
