@@ -122,6 +122,41 @@ def test_values_live_on_after_later_passes(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(kept) > 40 and all(torch.equal(x, then) for x, then in kept)
 
 
+@pytest.mark.parametrize("shape", [{"attn_gate": True, "d_head": 8, "rotary_dim": 8}, {"mlp_bias": True}])
+def test_copies_that_call_themselves_views(shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`contiguous` says in inference mode that it is a view. Of the rows of a gate it copies, and of a bias with gaps: the copy
+    was no part of the recording, and its memory was somebody else's later."""
+    found, counts = list[list[Tensor]](), list[int]()
+    for worth in (1 << 30, 3):
+        monkeypatch.setattr(recorded, "WORTH", worth)
+        model = random_model(**shape)
+        for block in model.blocks if "mlp_bias" in shape else ():
+            wide = torch.randn(len(block.mlp.up.bias), 2, generator=torch.Generator().manual_seed(0))
+            block.mlp.up.bias = torch.nn.Parameter(wide[:, 0], requires_grad=False)
+        engine = Engine(model)
+        found.append([engine.prompt([(7 * i + 3 * j) % 61 for j in range(4)]).kv() for i in range(6)])
+        counts.append(len(recordings(engine).recordings))
+    assert all(map(same_bits, *found)) and counts == [0, "attn_gate" in shape]
+
+
+def test_sites_that_are_parts_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries are columns of a product. They are copied beside the others."""
+    sites: Any = ["blocks.0.attn.q.hook_out", "blocks.1.attn.o.hook_in", "S"]
+    model = random_model()
+    truth, engine = unrecorded(model, monkeypatch, sites), Engine(model)
+    assert differing(everything(engine, sites), truth) == [] and not recordings(engine).unrecordable
+
+
+def test_a_result_that_is_not_finite_is_named_as_ever() -> None:
+    model = random_model()
+    with torch.no_grad():
+        model.blocks[-1].mlp.down.weight[0, 0] = float("nan")
+    engine = Engine(model)
+    for i in range(5):
+        with pytest.raises(NonFinite):
+            engine.prompt([1, 2, 3, 4 + i])
+
+
 def test_keys_that_are_not_finite_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model()
     engine = Engine(model)
