@@ -26,7 +26,7 @@ def agree(form: str, pieces: list[str], expected: list[int], cut: int = 0) -> No
         assert before(tokens.kept(0, length, NUM_PROMPT), cut) == sum(p < cut for p in expected)
     frame = pd.DataFrame({"position": range(length), "text": pieces, "example": 0, "branch": 0, "fork_position": 0})
     frame["token_state"] = ["prompt"] * NUM_PROMPT + ["accepted"] * (length - NUM_PROMPT)
-    assert of_rows.Position.parse(form).mask(frame).nonzero()[0].tolist() == expected
+    assert of_rows.RowPosition.parse(form).mask(frame).nonzero()[0].tolist() == expected
     if expected:
         assert chosen(form, length, NUM_PROMPT, lambda: pieces) == expected
     else:
