@@ -237,7 +237,7 @@ THREADS_AIMS = (">= 1.5", ">= 1.5", ">= 1.0", ">= 1.0", ">= 2.0")
 def threads(counts: tuple[int, ...] = (1, 2, 4, 8, 16), n: int = 32, length: int = 64, branches: int = 64) -> Lines:
     """Both on 1 to 16 threads of one machine, as far as it has them: wall seconds of processes in turns, without drafts."""
     for count in counts:
-        if count > kernel_threads.PROCESSORS:
+        if count > kernel_threads.processors():
             continue
         ours, theirs = (in_process(work, count, n, length, branches) for work in (our_times, their_times))
         for (what, mine), other, aim in zip(ours.items(), theirs.values(), THREADS_AIMS, strict=True):

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -257,16 +258,14 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork
 
 
-def _processors() -> int:
+@cache
+def processors() -> int:
     """How many processors this process may use, by its affinity and its control group: a thread more would only wait."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         found = min(found, max(1, math.ceil(int(quota) / int(period))))
     return min(found, 255)
-
-
-PROCESSORS = _processors()
 
 
 @contextmanager
@@ -287,7 +286,7 @@ def run_list(works: "np.ndarray[Any, np.dtype[np.int64]]", given: "np.ndarray[An
 
 def allowed() -> int:
     """How many threads kernels may use."""
-    return min(getattr(_here, "count", None) or _of_torch(), PROCESSORS)
+    return min(getattr(_here, "count", None) or _of_torch(), processors())
 
 
 def threads_for(cost: float, pieces: int) -> int:

@@ -170,4 +170,4 @@ def hostile(*names: str, bounded: bool = True) -> Iterator[set[str]]:
 def divide_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run on as many threads as are allowed, however small the work and the machine."""
     monkeypatch.setattr(threads, "GRAIN", 1)
-    monkeypatch.setattr(threads, "PROCESSORS", 16)
+    monkeypatch.setattr(threads, "processors", lambda: 16)

@@ -261,7 +261,7 @@ def test_threads_have_memory_of_their_own() -> None:
 import torch
 from replaylens.kernels import threads
 from tests.kernels.test_cpu import CASES, Paths, cpu, numbers, same, Panels
-threads.GRAIN, threads.PROCESSORS = 1, 16
+threads.GRAIN, threads.processors = 1, lambda: 16
 many, wide, narrow = numbers(1, 300, 577), Panels.of(numbers(2, 577, 400)), Panels.of(numbers(2, 577, 400).bfloat16().float())
 paths = Paths(16)
 works = dict(CASES, many=lambda rows: cpu.product(many, wide), short=lambda rows: cpu.product(many, narrow),
