@@ -59,6 +59,11 @@ class RecordedShape(NamedTuple):
 class _Watch(TorchDispatchMode):
     """Sees the torch operations of a pass. Those that make tensors or views run; others are done by kernels."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: to mark the class for torch's compiler, torch would load it, 130 MiB and three seconds of a first pass."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.made: list[Tensor] = []

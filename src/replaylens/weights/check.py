@@ -7,11 +7,14 @@ the CPU, and the first layer that differs is named.
 Weights of other dtypes or on other devices are converted one block at a time, and restored afterwards.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from inspect import unwrap
-from typing import Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +24,9 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, scaled_logits
 from replaylens.engine.model.layers import inverse_frequencies
 from replaylens.engine.model.ops import SequenceOps
+
+if TYPE_CHECKING:
+    from replaylens.weights.family import Sink
 
 NUM_TOKENS = 32
 USUAL, LARGEST = 1e-5, 1e-3
@@ -38,30 +44,53 @@ Stages = dict[str, Tensor]
 
 
 @torch.no_grad()
-def require_same(config: ModelConfig, tensors: dict[str, Tensor], source: nn.Module) -> None:
-    """Raise ModelMismatch if the decoder of `config` and `tensors` does not compute the same as `source`.
+def require_same(config: ModelConfig, fill: Callable[[Sink], None], source: nn.Module) -> None:
+    """Raise ModelMismatch if the decoder of `config` does not compute the same as `source`.
 
-    `source` is a transformers model, or one that a TransformerBridge wraps. It is not changed. BadRequest if it cannot run.
+    fill    sets the decoder's tensors, those of each block together and in order
+    source  a transformers model, or one that a TransformerBridge wraps. It is not changed. BadRequest if it cannot run
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (min(NUM_TOKENS, config.max_positions),), generator=generator)
     theirs = _their_stages(source, tokens, config.num_layers)
     _require_angles(config, source)
-    rounding = torch.finfo(tensors["embed"].dtype).eps
-    for stage, error in _errors(config, tensors, tokens, theirs):
-        # a model in a narrow dtype may round the embedding's factor to it (Gemma-3)
-        usual = max(USUAL, rounding) if stage == EMBEDDING else USUAL
-        if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN counts as a difference
-            raise ModelMismatch(stage, float(error.max()))
+    comparison = _Comparison(config, tokens, theirs)
+    fill(comparison)
+    comparison.compare()
 
 
-def _errors(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor, theirs: Stages) -> Iterator[tuple[str, Tensor]]:
-    """Run each of our parts on the input of the same part of theirs: (part, relative errors of its output rows)."""
-    entered: Tensor | None = None
-    for stage, part in _our_parts(config, tensors, tokens):
-        if (left := theirs.get(stage)) is not None:
-            yield stage, _error(part(entered), left, entered)
-            entered = left
+class _Comparison:
+    """Takes the tensors of a decoder. A part is compared once it is whole, and a block is then released: joined weights (q, k
+    and v; gate and up) are copies, which are two thirds of a Llama's blocks."""
+
+    def __init__(self, config: ModelConfig, tokens: Tensor, theirs: Stages) -> None:
+        with torch.device("meta"):
+            self._model = Decoder.__new__(Decoder)
+            unwrap(Decoder.__init__)(self._model, config)  # a call would leave the meta device, and take memory
+        self._parts, self._theirs = _our_parts(self._model, tokens), theirs
+        self._entered: Tensor | None = None
+        self._held: dict[str, Tensor] = {}
+        self._block = ""
+
+    def __setitem__(self, name: str, x: Tensor) -> None:
+        block = name.split(".")[1] if name.startswith("blocks.") else self._block
+        if block != self._block:
+            self.compare(1)
+        self._block, self._held[name] = block, x
+
+    def compare(self, count: int | None = None) -> None:
+        """Run the next parts (None: all) on the input of the same part of theirs, and compare the rows of their outputs."""
+        self._model.load_state_dict(self._held, strict=False, assign=True)
+        self._held.clear()
+        for stage, part in islice(self._parts, count):
+            if (left := self._theirs.get(stage)) is None:
+                continue
+            error = _error(part(self._entered), left, self._entered)
+            self._entered = left
+            # a model in a narrow dtype may round the embedding's factor to it (Gemma-3)
+            usual = max(USUAL, torch.finfo(self._model.embed.dtype).eps) if stage == EMBEDDING else USUAL
+            if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN counts as a difference
+                raise ModelMismatch(stage, float(error.max()))
 
 
 def _error(ours: Tensor, theirs: Tensor, entered: Tensor | None) -> Tensor:
@@ -96,14 +125,10 @@ def _require_angles(config: ModelConfig, source: nn.Module) -> None:
 # ---- ours ----------------------------------------------------------------------------------------------------------------
 
 
-def _our_parts(config: ModelConfig, tensors: dict[str, Tensor], tokens: Tensor) -> Iterator[tuple[str, ModelPart]]:
+def _our_parts(model: Decoder, tokens: Tensor) -> Iterator[tuple[str, ModelPart]]:
     """The decoder's parts, in order. Only one part at a time is converted to float32."""
-    with torch.device("meta"):
-        model = Decoder.__new__(Decoder)
-        unwrap(Decoder.__init__)(model, config)  # a call would leave the meta device, and take memory
-    model.load_state_dict(tensors, assign=True)
     yield EMBEDDING, lambda _: _embedding(model, tokens)
-    for layer in range(config.num_layers):
+    for layer in range(model.config.num_layers):
         yield f"block {layer}", partial(_block, model, layer)
     yield FINAL_NORM, partial(_normed, model)
     yield UNEMBEDDING, partial(_logits, model)

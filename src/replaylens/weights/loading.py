@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from reprlib import repr as shown
@@ -38,6 +39,7 @@ from replaylens.weights.source import (
     Source,
     Where,
     is_hub_name,
+    return_freed_memory,
 )
 
 if TYPE_CHECKING:
@@ -88,11 +90,10 @@ def from_hugging_face(
         )
     model = filler.finished()
     if reference is not None:
-        tensors: Tensors = {}
-        _fill(family, config, source, tensors)
         from replaylens.weights.check import require_same
 
-        require_same(config, tensors, reference())
+        require_same(config, partial(_fill, family, config, source), reference())
+        return_freed_memory()
     return model
 
 
@@ -396,7 +397,7 @@ def load(
              transformers has no such model: for a Decoder, or a checkpoint of our own
     adapter  of a path: the folder of a LoRA adapter in peft's format, which is merged into the weights
     revision of a path: name@commit, if it is a snapshot of the hub
-    packed   of a path: hold the weights of products as products read them, from the start
+    packed   hold the weights of products as products read them, from the start
 
     The result owns its weights, in `dtype`, on `device`, without gradients. Weights in files go there one by one, so the
     host holds no second copy of them.
@@ -410,11 +411,11 @@ def load(
         )
     if isinstance(source, Decoder):
         require_unchecked(check, "a Decoder")
-        return build(source.config, dict(source.state_dict()), dtype, device)
+        return build(source.config, dict(source.state_dict()), dtype, device, packed)
     if hasattr(source, "original_model"):  # a TransformerBridge keeps the Hugging Face model it wraps
-        return _load_bridge(source, dtype, check, device)
+        return _load_bridge(source, dtype, check, device, packed)
     if is_live(source):
-        return _load_live(source, dtype, check, device)
+        return _load_live(source, dtype, check, device, packed)
     raise UnsupportedModel(
         f"Cannot load a model from {shown(source)} ({type(source).__name__}). Give a name such as 'smollm2' or 'gpt2', a "
         "folder, a .gguf file, a transformers model, a TransformerBridge or a replaylens Decoder."
@@ -465,12 +466,14 @@ def _is_config(content: bytes) -> bool:
         return False
 
 
-def build(config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu") -> Decoder:
+def build(
+    config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu", packed: bool | Divider = False
+) -> Decoder:
     """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault.
 
     Mutates: takes each tensor out of `tensors` as it is copied, so that the weights are in memory only once.
     """
-    filler = Filler(config, dtype, device)
+    filler = Filler(config, dtype, device, packed)
     for name in list(tensors):
         filler[name] = tensors.pop(name)
     return filler.finished()
@@ -483,7 +486,7 @@ def in_dtype(model: M, dtype: torch.dtype) -> M:
     return model
 
 
-def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
+def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where, packed: bool | Divider) -> Decoder:
     headless = getattr(model, "get_output_embeddings", lambda: model)() is None
     if headless and not getattr(getattr(model, "config", None), "tie_word_embeddings", False):
         raise UnsupportedModel(
@@ -491,22 +494,22 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where)
             "AutoModelForCausalLM.from_pretrained returns it."
         )
     if lora.is_adapted(model):
-        return _load_adapted(model, dtype, check, device)
+        return _load_adapted(model, dtype, check, device, packed)
     state = model.state_dict()
     source = Source(state, state.__getitem__)
-    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
+    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device, packed=packed)
 
 
-def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
+def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where, packed: bool | Divider) -> Decoder:
     """A model that holds a LoRA adapter in addition to its weights, merged with the bits of `adapter=`."""
     adapter = lora.Adapter.of_model(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     state, raw = lora.base_tensors(base), text_config(base.config)
     source = adapter.merged(Source(state, state.__getitem__), raw)
-    return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest)
+    return from_hugging_face(raw, source, dtype, (lambda: base) if check else None, device, adapter.digest, packed=packed)
 
 
-def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: Where) -> Decoder:
+def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: Where, packed: bool | Divider) -> Decoder:
     """A bridge nests the modules of its model under `_original_component` and keeps further copies of them."""
     if getattr(bridge, "_weights_processed", False):  # norms folded into products, weights centred
         raise UnsupportedModel(
@@ -516,7 +519,7 @@ def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: Where) ->
     model = bridge.original_model
     state = {name.replace("._original_component", ""): x for name, x in model.state_dict().items()}
     source = Source(state, state.__getitem__, holds_copies=True)
-    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device)
+    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device, packed=packed)
 
 
 # ---- bridge ----------------------------------------------------------------------------------------------------------

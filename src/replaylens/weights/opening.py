@@ -213,7 +213,7 @@ def load_model(
         text = next((found for found in map(load_text, places) if found.tokenizer is not None), Text(None))
         return loading.load(found.path, dtype, check, device, found.adapter, found.revision, packed), text
     hub.require_unused(source)
-    return loading.load(source, dtype, check, device, adapter), Text(getattr(source, "tokenizer", None))
+    return loading.load(source, dtype, check, device, adapter, packed=packed), Text(getattr(source, "tokenizer", None))
 
 
 def folder_of(source: str) -> Path:

@@ -1,7 +1,9 @@
 """`Source`: tensors by their Hugging Face names, from files or from a model in memory."""
 
+import ctypes
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import unwrap
@@ -268,7 +270,15 @@ class Filler:
             weight.requires_grad_(False)
         for name, table in self.model.named_buffers():
             self.model.register_buffer(name, table.to(self.device), persistent=False)
+        return_freed_memory()
         return self.model.eval()
+
+
+def return_freed_memory() -> None:
+    """To the system. What was freed between weights that stay, glibc keeps: of SmolLM2-135M 35 MiB after the weights were joined
+    and packed, 200 after they were compared."""
+    if (trim := getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _copied(x: Tensor, dtype: torch.dtype, device: str) -> Tensor:
