@@ -4,6 +4,7 @@ Every arm is a process of its own. Its peak is the kernel's VmHWM, which counts 
 touched; pages of files that the system caches after a read do not count.
 """
 
+import gc
 import json
 import os
 import sys
@@ -190,6 +191,52 @@ def first_result(turns: int = 2) -> Lines:
         mine, theirs = (max(each[part] for each in found[arm]) for arm in works)
         what = f"memory, {part.removesuffix('_mb').replace('_', ' ')}"
         yield Line(what, ratio=mine / theirs, aim="<= 1.4", numbers={"replaylens_mb": mine, "hugging_face_mb": theirs})
+
+
+def held_by(arm: str, folder: str, in_memory: bool) -> Numbers:
+    """Memory of this process: a model is loaded from a folder, or made and then loaded and deleted, and eight tokens generated."""
+    from replaylens import Engine
+
+    model: Any = Path(folder)
+    if in_memory or arm != "replaylens":
+        from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)) if in_memory else model
+    if arm == "replaylens":
+        model = Engine.load(model)
+        gc.collect()  # what was loaded from memory is nowhere else, and has cycles
+        loaded = memory_mb("VmRSS")
+        model.prompt([1, 2, 3]).generate(8)
+    else:
+        model = model if in_memory else AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        loaded = memory_mb("VmRSS")
+        model.generate(torch.tensor([[1, 2, 3]]), min_new_tokens=8, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return {"loaded": loaded, "after eight tokens": memory_mb("VmRSS"), "peak": memory_mb("VmHWM")}
+
+
+@case("loading-cpu.held", quick={"layers": 1})
+def held(layers: int = 30) -> Lines:
+    """Memory of a new process with a random model of SmolLM2-135M's shape (538 MB in float32), from a folder, and from a
+    transformers model in memory, made there, compared with and deleted: MB once it is loaded, after eight tokens, and at
+    the peak. transformers' arm loads the folder, or keeps the model that it made; its folder is mapped, and counts once it was
+    read. Ratio: ours over theirs."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).save_pretrained(folder)
+        in_process(held_by, "replaylens", folder, False)  # kernels are compiled, the config is kept, shapes are examined
+        for source in ("a folder", "memory"):
+            mine, theirs = (in_process(held_by, arm, folder, source == "memory") for arm in ("replaylens", "Hugging Face"))
+            for part in mine:
+                numbers = {"replaylens_mb": mine[part], "hugging_face_mb": theirs[part]}
+                mapped = source == "a folder" and part == "loaded"
+                yield Line(
+                    f"from {source}, {part}", ratio=mine[part] / theirs[part], aim="" if mapped else "<= 1.1", numbers=numbers
+                )
 
 
 def started(tiny: bool, kernels: str) -> Numbers:

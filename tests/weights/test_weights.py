@@ -3,9 +3,11 @@
 import copy
 import json
 import operator
+import os
 import pickle
 import re
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -572,6 +574,40 @@ def test_build_moves_the_tensors_out_so_that_weights_are_in_memory_once() -> Non
     assert_same(built, source)
     theirs = {x.data_ptr() for x in source.state_dict().values()}
     assert all(x.is_contiguous() and x.data_ptr() not in theirs for x in built.state_dict().values())
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+from bench.harness import memory_mb
+from replaylens import Engine
+tiny, large = (Path(sys.argv[2]) / name for name in ("tiny", "large"))
+if sys.argv[1] == "memory":
+    from transformers import LlamaConfig, LlamaForCausalLM
+    tiny, large = (LlamaForCausalLM(LlamaConfig.from_pretrained(folder)) for folder in (tiny, large))
+first = Engine.load(tiny, cache_tokens=256)  # imports
+before = memory_mb("VmRSS")
+engine = Engine.load(large, cache_tokens=256)
+print(memory_mb("VmRSS") - before)
+engine.prompt([1, 2, 3]).generate(8)
+print(memory_mb("VmHWM") - before)
+print(sum(x.nbytes for x in engine.model.state_dict().values()) / 1e6)
+"""
+
+
+@pytest.mark.parametrize(("source", "loaded", "peak"), [("folder", 1.05, 1.4), ("memory", 1.05, 1.3)])
+def test_a_load_holds_weights_once(source: str, loaded: float, peak: float, tmp_path: Path) -> None:
+    """And needs little more, eight tokens included, in parts of the weights; a model in memory is compared, too."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=8, vocab_size=4096)
+    for name, layers in (("tiny", 1), ("large", 5)):
+        LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=layers)).save_pretrained(tmp_path / name)
+        Engine.load(tmp_path / name)  # the other process finds its config and what was examined
+    command = [sys.executable, "-c", MEMORY, source, str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
+    held, most, weights = map(float, done.stdout.split())
+    assert weights > 64 and held < loaded * weights and most < peak * weights, (held, most, weights)
 
 
 def test_a_checked_load_leaves_the_source_and_owns_its_weights() -> None:

@@ -85,12 +85,16 @@ class _Comparison:
         for stage, part in islice(self._parts, count):
             if (left := self._theirs.get(stage)) is None:
                 continue
-            error = _error(part(self._entered), left, self._entered)
+            _require_small(stage, _error(part(self._entered), left, self._entered), self._model.embed.dtype)
             self._entered = left
-            # a model in a narrow dtype may round the embedding's factor to it (Gemma-3)
-            usual = max(USUAL, torch.finfo(self._model.embed.dtype).eps) if stage == EMBEDDING else USUAL
-            if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN counts as a difference
-                raise ModelMismatch(stage, float(error.max()))
+
+
+def _require_small(stage: str, error: Tensor, dtype: torch.dtype) -> None:
+    """Raise ModelMismatch if the errors of a part's rows are more than rounding."""
+    # a model in a narrow dtype may round the embedding's factor to it (Gemma-3)
+    usual = max(USUAL, torch.finfo(dtype).eps) if stage == EMBEDDING else USUAL
+    if not (error.median() <= usual and error.max() <= max(usual, LARGEST)):  # NaN counts as a difference
+        raise ModelMismatch(stage, float(error.max()))
 
 
 def _error(ours: Tensor, theirs: Tensor, entered: Tensor | None) -> Tensor:

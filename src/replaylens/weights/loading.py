@@ -497,7 +497,8 @@ def _load_live(model: nn.Module, dtype: torch.dtype, check: bool, device: Where,
         return _load_adapted(model, dtype, check, device, packed)
     state = model.state_dict()
     source = Source(state, state.__getitem__)
-    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device, packed=packed)
+    reference = (lambda: model) if check else None
+    return from_hugging_face(text_config(model.config), source, dtype, reference, device, packed=packed)
 
 
 def _load_adapted(model: Any, dtype: torch.dtype, check: bool, device: Where, packed: bool | Divider) -> Decoder:
@@ -519,7 +520,8 @@ def _load_bridge(bridge: Any, dtype: torch.dtype, check: bool, device: Where, pa
     model = bridge.original_model
     state = {name.replace("._original_component", ""): x for name, x in model.state_dict().items()}
     source = Source(state, state.__getitem__, holds_copies=True)
-    return from_hugging_face(text_config(model.config), source, dtype, (lambda: model) if check else None, device, packed=packed)
+    reference = (lambda: model) if check else None
+    return from_hugging_face(text_config(model.config), source, dtype, reference, device, packed=packed)
 
 
 # ---- bridge ----------------------------------------------------------------------------------------------------------
