@@ -194,7 +194,7 @@ def first_result(turns: int = 2) -> Lines:
 
 
 def held_by(arm: str, folder: str, in_memory: bool) -> Numbers:
-    """Memory of this process: a model is loaded from a folder, or made and then loaded and deleted, and eight tokens generated."""
+    """Memory of this process: a model is loaded from a folder, or made, loaded and deleted; then it generates eight tokens."""
     from replaylens import Engine
 
     model: Any = Path(folder)

@@ -595,9 +595,9 @@ print(sum(x.nbytes for x in engine.model.state_dict().values()) / 1e6)
 """
 
 
-@pytest.mark.parametrize(("source", "loaded", "peak"), [("folder", 1.05, 1.4), ("memory", 1.05, 1.3)])
-def test_a_load_holds_weights_once(source: str, loaded: float, peak: float, tmp_path: Path) -> None:
-    """And needs little more, eight tokens included, in parts of the weights; a model in memory is compared, too."""
+@pytest.mark.parametrize("source", ["folder", "memory"])
+def test_a_load_holds_weights_once(source: str, tmp_path: Path) -> None:
+    """And needs little more at its peak, eight tokens included. A model in memory is compared, too."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=8, vocab_size=4096)
@@ -607,7 +607,7 @@ def test_a_load_holds_weights_once(source: str, loaded: float, peak: float, tmp_
     command = [sys.executable, "-c", MEMORY, source, str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
     held, most, weights = map(float, done.stdout.split())
-    assert weights > 64 and held < loaded * weights and most < peak * weights, (held, most, weights)
+    assert weights > 64 and held < 1.15 * weights and most < 1.4 * weights, (held, most, weights)
 
 
 def test_a_checked_load_leaves_the_source_and_owns_its_weights() -> None:
