@@ -292,6 +292,7 @@ def test_a_report_page_names_its_dump_and_how_to_make_it_again(run: Run, folder:
     assert "rl-again" not in ReportPage(probes=(made_report(run),)).html()
 
 
+@pytest.mark.slow
 def test_a_page_names_all_that_it_shows(engine: Engine, run: Run, folder: Path, tmp_path: Path) -> None:
     """Dump and reports are given as they are, or by path; whatever is shown is found by its identifier."""
     found, result = Rollouts.load(folder / "rollouts"), rl.lens(engine, PROMPT)

@@ -318,6 +318,7 @@ def test_a_fault_in_an_estimator_is_found(fault: str, promise: str, registered: 
     assert promise in broken(registered(partial(Nearest, fault)))
 
 
+@pytest.mark.slow
 def test_an_estimator_without_coefficients_is_not_linear(registered: Callable[..., str]) -> None:
     assert "has no coefficients" in broken(registered(NearestCentroid, linear=True))["its direction can be read"]
 
@@ -388,6 +389,7 @@ def test_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         del ESTIMATORS["centroid"]
 
 
+@pytest.mark.slow
 def test_places_that_lack_a_name_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The checkout's own files, without the task in one of them."""
     for file in extend.PLACES["task"]:

@@ -470,6 +470,7 @@ def test_numbers_of_a_file_keep_their_precision() -> None:
     assert gguf._value(field(third, "FLOAT64")) == third and gguf._value(field("x", "STRING")) == "x"
 
 
+@pytest.mark.slow
 def test_noise_explains_nothing_of_an_outcome(engine: rl.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """R2 is against the mean of the outcomes: rows of noise have none."""
     task = coins(flips=(2, 4), rendering="steps", seed=2)

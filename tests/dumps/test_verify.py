@@ -44,6 +44,7 @@ from replaylens.replay.replayer import Result
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
+from tests.devices import swept
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD, written
 from tests.dumps.damage import edit_manifest, flip_bit, forge_digests, forge_index, forge_shard
 
@@ -142,7 +143,7 @@ def test_a_flipped_bit_in_a_sampled_row(engine: Engine, copy: Path) -> None:
     assert (found.difference.example, found.difference.branch, found.difference.position) == place
 
 
-@pytest.mark.parametrize("drafter", ["self", "tree", "model"])
+@pytest.mark.parametrize("drafter", swept(["self", "tree", "model"], "tree"))
 def test_rejected_branches_are_checked_whoever_drafted(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path, drafter: str
 ) -> None:

@@ -36,6 +36,7 @@ from replaylens.weights import loading
 from replaylens.weights.opening import load_model, owned
 from replaylens.weights.source import divided
 from tests import digests
+from tests.devices import swept
 from tests.engine import reference, test_machine, test_tree_machine
 from tests.engine.test_machine import AnyWindow, Sessions, some
 from tests.processes import python_path
@@ -155,7 +156,9 @@ def test_devices_that_cannot_be_used_are_refused() -> None:
 # ---- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in KNOWN])
+@pytest.mark.parametrize(
+    "name", swept(KNOWN, "gradients", "edited", "sinks and clamped experts", "latent attention", "Mamba-2")
+)
 def test_two_ranks_have_the_digests(name: str, two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == THINKS:
         return  # refused: above

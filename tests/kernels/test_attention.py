@@ -124,6 +124,7 @@ def test_decode_window_and_prefill_agree(case, same, softcap, window):
     same(s.attend(window_rows, per_tile=8, tile=AttentionTile(32, 4, 1), split=True, **options), full[window_rows])
 
 
+@pytest.mark.slow
 def test_every_tile_gives_the_same_bits(case, same):
     s = setting(case, lengths(case), heads=6, kv_heads=2, d_head=24)
     first = s.attend(per_tile=5, tile=AttentionTile(16, 4, 1), split=False)

@@ -85,6 +85,7 @@ def test_a_row_does_not_know_its_batch(case, same):
     same(p.run(chosen=p.chosen[order], x=p.x[order])[1], out[order].flatten(0, 1))
 
 
+@pytest.mark.slow
 def test_every_tile_gives_the_same_bits(case, same):
     for rows in (1, 150) if case.gpu else (1, 19):
         p = Problem(case, rows)

@@ -57,6 +57,7 @@ def test_a_row_does_not_know_its_batch(case, same):
             same(getattr(part, field.name), getattr(full, field.name)[:, piece])
 
 
+@pytest.mark.slow
 def test_a_layer_does_not_know_the_others(case, same):
     x, w, weight, targets = problem(case)
     full = lens(x, w, weight, final=1, targets=targets, k=K)

@@ -41,6 +41,7 @@ def test_evidence_of_the_next_draw_is_what_it_is_now(other: int) -> None:
         assert evidence(own, other + 1) < evidence(own, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if "tie" in name else pytest.mark.slow) for name in DISTRIBUTIONS]
 )

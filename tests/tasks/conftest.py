@@ -44,7 +44,13 @@ def _id(variant: tuple[str, dict[str, Any]]) -> str:
     return "-".join((variant[0], *(f"{key}={value}" for key, value in variant[1].items())))
 
 
-@pytest.fixture(params=VARIANTS, ids=_id)
+KEPT = ({"distractors": 1, "rendering": "steps"}, {"distractors": 2, "names": "all", "p": 0.3, "phrasing": "mixed"})
+"""knobs of the variants that are tried always, beside the plain tasks; the others are slow"""
+
+
+@pytest.fixture(
+    params=[pytest.param(each, marks=pytest.mark.slow if each[1] and each[1] not in KEPT else ()) for each in VARIANTS], ids=_id
+)
 def task(request: pytest.FixtureRequest) -> AnyTask:
     name, knobs = request.param
     return tasks.get(name)(**knobs)

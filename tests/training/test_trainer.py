@@ -35,6 +35,7 @@ from replaylens.training.recipe import Part, Recipe
 from replaylens.training.score import generate, score
 from replaylens.training.thinking import METHODS, ChunkBatch, ChunkedText, ChunkTable, Method, ThinkingRecipe, chunked
 from replaylens.training.trainer import Texts
+from tests.devices import swept
 from tests.interrupted import Interrupted, interrupt_at
 
 PICTURE = Part("coin", 3, (("rendering", "picture"),))
@@ -85,7 +86,7 @@ def test_it_learns(trained: Decoder) -> None:
     assert after < 0.8 * before
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 12])
+@pytest.mark.parametrize("stop", swept([1, 5, 6, 12], 5))
 def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: Path, stop: int) -> None:
     """Interrupted before the first save, on a save, between two saves, and after the last step."""
     state = tmp_path / "run" / "training.safetensors"
@@ -328,6 +329,7 @@ def test_command_resumes(tmp_path: Path) -> None:
     assert_same(zoo.load(tmp_path)[0], trainer.train(recipe))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command", "ctrl_c")
 def test_command_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C long before the first regular save: the run is saved, and the message says how to resume."""
@@ -444,7 +446,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
 
 
-@pytest.mark.parametrize("method", [*METHODS[:2], pytest.param(METHODS[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", swept([*METHODS[:2], pytest.param(METHODS[2], marks=pytest.mark.slow)], "thinking"))
 def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Path) -> None:
     recipe, state = replace(TINY_OF_THINKING, method=method, width=64), tmp_path / "training.safetensors"
     once = trainer_of_thinking.train(recipe)

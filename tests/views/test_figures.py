@@ -30,6 +30,7 @@ from replaylens.views.pictures import Timeline, timeline
 from replaylens.views.rollouts import FILLS, REST, colours
 from replaylens.workbench import drawing
 from replaylens.workbench.drawing import Grid, figure
+from tests.devices import swept
 from tests.drawings import (
     FIGURES,
     HIGH,
@@ -77,7 +78,9 @@ ALIKE = {"lens entropy", "lens kl", "lens logprob", "patch raw", "attention laye
 WITH_A_LEGEND = {"rollouts", "curve", "resilience", "siblings", "sweep curves", "steer"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in FIGURES])
+@pytest.mark.parametrize(
+    "name", swept(FIGURES, "attention", "attribution heads", "bars", "curve", "lens rank", "siblings", "sweep curves")
+)
 def test_nothing_leaves_the_figure_and_no_legend_covers_what_is_drawn(name: str) -> None:
     made = drawn(FIGURES[name]())
     assert isinstance(made, Figure) and made.get_facecolor() == (1.0, 1.0, 1.0, 1.0), "readable on a dark page, too"
@@ -113,7 +116,8 @@ def lettered(rows: int, columns: int, letter: str = "W") -> Figure:
     ("rows", "columns", "letter"),
     [
         (1, 1, "W"),
-        *((3, 14, letter) for letter in "Wi\N{FULL BLOCK}"),
+        (3, 14, "i"),
+        *(pytest.param(3, 14, letter, marks=pytest.mark.slow) for letter in "W\N{FULL BLOCK}"),
         *(pytest.param(*shape, "W", marks=pytest.mark.slow) for shape in ((31, 14), (10, 60), (2, 250), (200, 3))),
     ],
 )
@@ -145,6 +149,7 @@ def test_a_label_that_leaves_the_figure_is_found() -> None:
 # ---- what is drawn --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lens_shows_the_token_that_was_asked_about() -> None:
     asked, plain = lens_result(" Paris"), lens_result()
     drawn, usual = asked.plot(), plain.plot()
@@ -180,6 +185,7 @@ def test_features_are_listed_strongest_first() -> None:
     assert "<td>1: 5  2: 0.2</td>" in rows._repr_html_(), "the strongest first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [None, 1.0])
 def test_panels_share_one_scale_that_reaches_all_of_them(around: float | None) -> None:
     """A colour is the same number in every panel, and the bar beside them names it."""
@@ -189,6 +195,7 @@ def test_panels_share_one_scale_that_reaches_all_of_them(around: float | None) -
     assert scales == {(-4.0, 9.0) if around is None else (-7.0, 9.0)}
 
 
+@pytest.mark.slow
 def test_patches_are_centred_on_what_changes_nothing() -> None:
     result = patch_result()
     for values, middle in (("effect", 0.0), ("raw", 2.0)):

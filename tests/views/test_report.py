@@ -544,6 +544,7 @@ def engine_of_results() -> Engine:
     return Engine.load("coin-plain")
 
 
+@pytest.mark.slow
 def test_every_verb_can_be_saved(engine_of_results: Engine, tmp_path: Path) -> None:
     results = [make(engine_of_results) for make in VERBS.values()]
     path = report(tmp_path / "a.html", results=results, title="<b>mine</b>")

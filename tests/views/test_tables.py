@@ -50,6 +50,7 @@ from replaylens.workbench.compare import ComparedText, CompareResult
 from replaylens.workbench.dla import DlaResult, LogitPart
 from replaylens.workbench.drawing import Grid, figure, table
 from replaylens.workbench.patch import PatchResult
+from tests.devices import swept
 from tests.drawings import (
     HIGH,
     LOW,
@@ -1054,7 +1055,7 @@ def test_slots_that_fit_and_how_wide_they_are() -> None:
     assert boards._width("y" * boards.LONGEST) == boards._width("y" * 99) > boards._width("y" * 9) > boards._width("") == 26.0
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", swept([1, 2], 1))
 def test_the_first_line_of_a_page(count: int) -> None:
     probes = (
         Report("judge", [], {"task": "coin"}, {}, findings=["g"]),

@@ -22,14 +22,12 @@ from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.weights import check, loading
 from replaylens.weights.loading import WEIGHTS_FILE, load, save
 from tests.devices import covering
-from tests.families import ALIKE, GROUPED, NAMES, hugging_face, hugging_face_folder
+from tests.families import GROUPED, NAMES, core, hugging_face, hugging_face_folder
 from tests.replay.bridges import bridge
 from tests.weights.test_weights import edit, edit_json, write_gguf
 
 TOKENS = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(7))
-families = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in NAMES]
-)
+families = pytest.mark.parametrize("name", core(NAMES))
 
 
 def ours(model: Decoder, tokens: Tensor = TOKENS) -> Tensor:

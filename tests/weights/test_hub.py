@@ -147,6 +147,7 @@ def test_adapters_and_their_bases_by_name(cache: Path, models: Path, tmp_path: P
         assert both.fingerprint == alone.fingerprint
 
 
+@pytest.mark.slow
 def test_commands_take_names(cache: Path, tmp_path: Path) -> None:
     """A dump is made and verified by name, also without naming the model again; what is not in the cache is not fetched."""
     (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5]}\n')

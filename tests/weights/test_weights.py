@@ -28,11 +28,11 @@ from replaylens.thinking.core import ThinkingEngine
 from replaylens.weights.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save
 from replaylens.weights.opening import load_text
 from tests.engine.passes.packed import logits, sequences
-from tests.families import NAMES, hugging_face, hugging_face_folder
+from tests.families import NAMES, core, hugging_face, hugging_face_folder
 from tests.mixtures import MIXTURES
 from tests.replay.bridges import bridge, saved_tokenizer
 
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize("name", core(NAMES))
 
 
 def assert_same(a: Decoder, b: Decoder) -> None:

@@ -43,7 +43,7 @@ from replaylens.workbench.dla import DlaResult
 from replaylens.workbench.drawing import Grid
 from replaylens.workbench.drawing import figure as figure_of
 from tests.engine.reference import perturbed
-from tests.families import hugging_face
+from tests.families import core, hugging_face
 from tests.features.tiny import write
 from tests.replay.bridges import bridge
 from tests.toy_model import random_model
@@ -318,6 +318,7 @@ def test_steering_draws_geometric_means(served: Engine) -> None:
 # `steer` and `attention`: what they generate and show is what branches and captures give.
 
 
+@pytest.mark.slow
 def test_steering_is_generating_under_an_edit() -> None:
     served, alone = Engine.load("coin-plain"), Engine.load("coin-plain")
     result = steer(served, ([HEADS], [TAILS]), [HEADS, TAILS], layers=[1, 3], strengths=[-2, 2], n=3)
@@ -439,6 +440,7 @@ def test_patterns_are_those_of_transformer_lens(name: str) -> None:
         torch.testing.assert_close(result.pattern[layer], cache[f"blocks.{layer}.attn.hook_pattern"][0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_summary_of_heads() -> None:
     served = Engine.load("coin-plain")
     result = attention(served, HEADS, layers=[1, 3])
@@ -675,7 +677,7 @@ def close(found: float, wanted: float) -> bool:
     return abs(found - wanted) < CLOSE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", core(FAMILIES))
 def test_parts_are_those_of_a_float64_reference(name: str) -> None:
     theirs = hugging_face(name)
     served, reference = Engine(loading.load(theirs, torch.float32), page_size=4), Reference(loading.load(theirs))

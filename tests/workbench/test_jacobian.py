@@ -116,6 +116,7 @@ def test_it_goes_where_a_tuned_lens_goes(coin: Engine, tmp_path: Any) -> None:
     assert torch.equal(branch.activations["Z.kl"].t(), read.kl)
 
 
+@pytest.mark.slow
 def test_lenses_side_by_side(coin: Engine) -> None:
     """One line per lens and layer, the model's output last; the figure has a line for each lens."""
     engine, texts, fitted = coin, [COIN, "A coin's state is tails."], fit_jacobian_lens(coin, ["A coin's state"])

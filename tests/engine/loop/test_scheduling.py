@@ -251,6 +251,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, subject: Engine, forks: list[Branch],
     return count, sum(len(s.tokens) for segments in passes for s in segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [160, 1 << 16])
 def test_a_token_takes_no_longer_beside_more_branches(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Two tokens on each fork of one prompt, with room for 39 of their tails and for all. No row is computed twice: forks are

@@ -65,6 +65,7 @@ def test_the_same_report_twice(engine: Engine, coin_dump: Dump, probe: LinearPro
     assert one == other
 
 
+@pytest.mark.slow
 def test_intervals_know_that_placebos_are_a_sample(
     engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]
 ) -> None:

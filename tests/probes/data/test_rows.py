@@ -112,6 +112,7 @@ def test_positions_of_a_text(rows: ProbeRows) -> None:
     assert len(main.at("all")) == len(main)
 
 
+@pytest.mark.slow
 def test_query_of_padded_prompts() -> None:
     """A model that reads whole chunks pads its prompts. The query is the last word, the answer is next, padding is neither."""
     thinker, task = Engine.load("coin-thinking"), tasks.get("coin")(rendering="picture")
@@ -502,6 +503,7 @@ def test_plain_arrays(plain: Plain) -> None:
     assert all(error.rate <= 0.15 for error in errors) and coverage.rate >= 0.85 and power.rate >= power.aim[0] - 0.2
 
 
+@pytest.mark.slow
 def test_power_with_controls() -> None:
     """A label that is read at 74 % from 100 groups is shown, with every control on, and noise beside it is not."""
     drawn = [Effect(1.75, 0.95).one(seed) for seed in range(2)]

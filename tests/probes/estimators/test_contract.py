@@ -42,7 +42,7 @@ X[:, 2] += 4 * (Y - 0.5)
 
 NOT_TRIED = {"ccs": 4, "attentive": 3, "leace": 3, "inlp": 3}
 """estimators for calls with rows of their own, which no sweep fits; of ccs, scikit-learn's checks give no pairs"""
-SLOW = ("logistic", "logistic-cv", "mass-mean-whitened", "mlp", "inlp")
+SLOW = ("logistic", "logistic-cv", "mass-mean-whitened", "mlp", "inlp", "ridge-cv", "lda", "sparse", "ridge")
 """of the classes of others, ridge, ridge-cv, mass-mean and leace; or pipelines of scikit-learn's own classes"""
 
 
@@ -662,6 +662,7 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     return [chance in each for each in ratio_over_groups(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds, fewest, most", [(16, 13, 16), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
 def test_known_zeros_sit_at_chance(seeds: int, fewest: int, most: int) -> None:
     """In about 95 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""

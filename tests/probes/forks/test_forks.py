@@ -44,6 +44,7 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.rollouts.plan import OutcomeCounts
 from replaylens.views.report import ReportPage
+from tests.devices import swept
 
 
 @pytest.mark.parametrize("right, total", [(0, 20), (3, 20), (20, 20), (97, 100)])
@@ -250,6 +251,7 @@ def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:
         counterfactual_importance(same)
 
 
+@pytest.mark.slow
 def test_rollouts_of_both_sides_are_taken_as_independent() -> None:
     """What docs/branches.md says of shared seeds: if equal noise makes opposite outcomes, equal ones seem to differ."""
     generator = np.random.default_rng(0)
@@ -578,6 +580,7 @@ def planted(outcomes: int, estimator: str, from_text: bool = False, seed: int = 
     return outcome_probe({"S": state, "empty": noise}, counts, np.arange(forks) // 2, **how)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcomes, estimator", [(2, "logistic-cv"), (3, "logistic")])
 def test_a_state_that_holds_the_distribution(outcomes: int, estimator: str) -> None:
     """It beats every baseline and explains nearly all there is; the cell of noise does not, nor do shuffled outcomes."""
@@ -811,7 +814,18 @@ CHOSEN = (
 )
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(
+    "name",
+    swept(
+        CHOSEN,
+        "change points, one change of .2, 100 rollouts",
+        "kl, (1.0, 0.0) from (0.95, 0.05), 100 rollouts",
+        "tv, equal, 30 rollouts",
+        "importance, tv, one of 10 units by .3, 100 rollouts",
+        "draft agreement, half of the drafts",
+        "counterfactual importance, 5 units, 60 rollouts",
+    ),
+)
 def test_quick(name: str) -> None:
     found = BY_NAME[name].rate(QUICK)
     room = 3 * np.sqrt(0.05 * 0.95 / found.simulations)

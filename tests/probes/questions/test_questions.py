@@ -111,6 +111,7 @@ def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
         transfer(nowhere, "side")
 
 
+@pytest.mark.slow
 def test_text_or_truth(engine: Engine) -> None:
     """Probes are right on truthful chains. After a lie they follow either the text or the truth, never both."""
     report = text_or_truth(engine, coin(flips=(3, 4), rendering="steps").examples(40), layers=[1, 4])
@@ -254,6 +255,7 @@ def test_wrong_answers_are_read_by_probes_of_other_roots() -> None:
     assert [each["rows"] for each in report.lines] == [80, 80]
 
 
+@pytest.mark.slow
 def test_steering_reach(engine: Engine, coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steering works at the query in a late layer. The report has a finding for every place. Rows of other prompts that begin
     as the steered ones do are left out of the fits, and the report says so."""
@@ -389,12 +391,14 @@ def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh:
     assert more["low"] > 0 < more["nats_low"] and all(said.startswith("Shown") for said in report.findings[1:])
 
 
+@pytest.mark.slow
 def test_erasing_a_known_zero_costs_nothing(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     """`shuffled` is in no row: its eraser does no more than random ones."""
     report = amnesic(engine, coin_dump, fresh[:16], "shuffled", layers=[3], erasers=["leace"], placebos=4)
     assert all(said.startswith("Not shown") for said in report.findings[1:])
 
 
+@pytest.mark.slow
 def test_both_erasers_are_compared_and_each_says_the_same_alone(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     rows = ProbeRows.of(coin_dump).where(ProbeRows.of(coin_dump).frame["example"] < 40)
     both = amnesic(engine, rows, fresh[:6], "face", layers=[2], placebos=1)
@@ -480,6 +484,7 @@ def test_a_copy_of_the_rows_is_no_evidence(name: str, coin_dump: Dump, steps_dum
         )
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
     """At the first step, prompts with the same beginning are one row. Its outcome is counted once."""
     run = engine.replay(tasks.get("coin")(flips=2, p=0.3).examples(90), sites="S", drafter="ngram", rejected=False)

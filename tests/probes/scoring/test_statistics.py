@@ -80,6 +80,7 @@ def test_interval_where_all_agree() -> None:
         ratio_over_groups(np.ones((1, 3)), np.ones(3), np.array(["a"] * 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placebos, rate", [(4, 0.5), (8, 0.25), (8, 0.5), (8, 0.8)])
 def test_interval_covers_over_placebos(placebos: int, rate: float) -> None:
     """Each placebo flips every prompt or none: intervals hold the rate over directions. Intervals over prompts alone do not."""

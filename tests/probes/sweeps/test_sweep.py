@@ -81,6 +81,7 @@ def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
     assert not one.table.equals(other.table), "another seed gives another report"
 
 
+@pytest.mark.slow
 def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted sweep resumes from its finished parts without recomputing them, and gives the same bytes."""
     settings = RIDGE | {"positions": ["query", "query-1"], "permutations": 0}
@@ -255,6 +256,7 @@ def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest
     assert alone.equals(together)
 
 
+@pytest.mark.slow
 def test_estimators_fitted_apart() -> None:
     """lda and sparse give the same lines, run in sequence or in two threads, and find the planted layer."""
     rows, settings = rows_of(roots=50), QUICK | {"positions": "all", "estimators": ["lda", "sparse"], "controls": False}
@@ -496,6 +498,7 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
     assert not np.array_equal(labels, controls.control_labels(types, goal.codes, seed=1))
 
 
+@pytest.mark.slow
 def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
     """A dump of step rows lacks the tokens in between: controls that need the path are skipped with a note, the others run.
 
@@ -825,6 +828,7 @@ ROWS = rows_of(roots=60, width=24)
 PATH = [1e-4, 1e-2, 1.0, 100.0]
 
 
+@pytest.mark.slow
 def test_curve_of_a_planted_label(tmp_path: Path) -> None:
     """Complexity rises with C, the planted label is read, noise never is; the report has its figure."""
     planted = complexity_curve(ROWS, "face", layer=1, position="all", C=PATH)
