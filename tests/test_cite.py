@@ -189,7 +189,8 @@ def of_forks(engine: Engine) -> dict[str, Citable]:
     }
 
 
-def test_every_result_is_cited(engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drawn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_result_is_cited(engine: Engine, drawn: bool, tmp_path: Path) -> None:
     """Its digest is that of another engine, in another order, with other branches around; figures name what they show."""
     jacobian, fresh = fit_jacobian_lens(engine, ["A coin's state"]), Engine.load("coin-plain", max_rows=64)
     made = answers(engine, jacobian)
@@ -202,7 +203,7 @@ def test_every_result_is_cited(engine: Engine, tmp_path: Path) -> None:
         assert cited.identifier == again[name].cite().identifier == str(Identifier(result.digest)), name
         assert all(word in cited.text for word in ("replaylens 0.1.0", "portable-1", engine.fingerprint.weights)), name
         assert cited.bibtex.startswith("@misc{replaylens-")
-    for kind, result in {type(each): each for each in made.values()}.items():  # drawing takes longest
+    for kind, result in {type(each): each for each in made.values() if drawn}.items():  # takes longest
         result.plot().savefig(tmp_path / "drawn.svg")  # type: ignore[attr-defined]
         stamp = stamp_of((tmp_path / "drawn.svg").read_bytes())
         assert stamp is not None and stamp.intact and stamp.source == result.cite().identifier, kind
@@ -366,6 +367,7 @@ def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Pat
         assert "replaylens doctor" in called("verify", tmp_path / path)[1]
 
 
+@pytest.mark.slow
 def test_a_result_without_a_file_says_how_it_is_made_again(engine: Engine, tmp_path: Path) -> None:
     """With a figure of it there, its name, too."""
     result = rl.lens(engine, PROMPT)

@@ -33,6 +33,7 @@ from replaylens.tasks.coin import Coin
 from replaylens.tasks.errors import BadTask
 from replaylens.weights.families import FAMILIES
 from replaylens.workbench.patch import PatchResult
+from tests.devices import swept
 from tests.families import hugging_face
 
 
@@ -189,7 +190,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow if what == "a margin" else ()) for what in OTHERS])
+@pytest.mark.parametrize("what", swept(OTHERS, "no probabilities", "predictions only"))
 def test_whatever_follows_scikit_learns_contract_is_a_probe(what: str, registered: Callable[..., str]) -> None:
     assert broken(registered(*OTHERS[what])) == {}
 

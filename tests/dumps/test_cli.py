@@ -298,6 +298,7 @@ def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path
     assert code == 2 and out.startswith("other fingerprint") and "weights: " in out
 
 
+@pytest.mark.slow
 def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference: Dump, copy: Path) -> None:
     """Finds also a Thinking-States model. If the model is not embedded, the command asks for --model but still checks the
     files."""
@@ -710,6 +711,7 @@ def test_edits_change_the_dump_and_its_plan_says_so(edited: Dump, reference: Dum
     assert any("other interventions" in line for line in remarks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 64])
 def test_batch_changes_nothing(
     engine: Engine, planned: Planned, edits: list[Edit], edited: Dump, tmp_path: Path, batch: int

@@ -92,6 +92,7 @@ def test_the_lock_of_a_dead_process_is_void(tmp_path: Path) -> None:
         assert store.sizes() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_lease")
 def test_the_lock_of_another_host_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not renewed for so long, by the clock of whoever waits: it is taken over. The time of day is not looked at."""
@@ -530,6 +531,7 @@ def test_impossible_numbers_of_threads(engine: Engine, planned: Planned, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_write_ends_the_next_shard_early(
     engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -516,6 +516,7 @@ def test_statistics_do_not_depend_on_shards(
 # ---- positions ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_positions(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Each selector keeps exactly its rows, bit for bit those of the full dump."""
     full = reference.index

@@ -47,6 +47,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.replay.replayer import Result
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.task import AnyTask
+from tests.devices import swept
 from tests.dumps.conftest import written
 from tests.dumps.damage import flip_bit
 
@@ -148,7 +149,7 @@ def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path,
     assert made == [0, 1, 2, 1, 2], "shard 0 was kept, shard 1 failed its hash"
 
 
-@pytest.mark.parametrize("room", [0, 5_000, 60_000, 150_000])
+@pytest.mark.parametrize("room", swept([0, 5_000, 60_000, 150_000], 0, 60000))
 def test_disk_full(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
@@ -762,6 +763,7 @@ def test_rows_of_a_probe_are_its_own(size: int) -> None:
 # ---- batches beyond a shard ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batches_reach_beyond_small_shards(
     engine: Engine, coin: AnyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -548,7 +548,7 @@ def test_indices_need_not_be_a_range(engine: Engine, planned: Planned, reference
         assert torch.equal(dump.to_torch(site).nan_to_num(), reference.where(example={1, 2, 5, 6}).to_torch(site).nan_to_num())
 
 
-@pytest.mark.parametrize("name", tasks.names())
+@pytest.mark.parametrize("name", swept(tasks.names(), "coin", "hops"))
 def test_every_task(tmp_path: Path, name: str) -> None:
     """The labels and knobs of each task survive a round trip through a dump."""
     from tests.toy_model import random_model

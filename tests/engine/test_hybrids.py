@@ -34,7 +34,7 @@ from replaylens.kernels.definition import CHUNK
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
 from replaylens.weights.loading import load
-from tests.devices import covering
+from tests.devices import covering, swept
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
@@ -200,7 +200,10 @@ def crowded(name: str, page_size: int = 16, **options: bool) -> Engine:
     return subject
 
 
-@pytest.mark.parametrize("name, page_size", [("qwen3-next", 64), ("mamba2", 4), ("lfm2", 64), ("nemotron-h", 16)])
+@pytest.mark.parametrize(
+    "name, page_size",
+    swept([("qwen3-next", 64), ("mamba2", 4), ("lfm2", 64), ("nemotron-h", 16)], ("qwen3-next", 64), ("mamba2", 4)),
+)
 def test_what_is_not_kept_is_computed_again(name: str, page_size: int) -> None:
     """Forks, rollbacks, prompts with shared prefixes and several branches at once: states and entries that were lost."""
     subject, tokens, draw = crowded(name, page_size, canary=name == "lfm2"), (TOKENS * 2)[:240], random.Random(page_size)
@@ -233,6 +236,7 @@ def test_what_is_not_kept_is_computed_again(name: str, page_size: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_drafts_of_a_crowded_engine() -> None:
     """Windows of the fast path and of other drafters, whose rows may be lost before they are verified."""
     subject, some = crowded("qwen3-next"), [TOKENS[i : i + 70] for i in range(5)]

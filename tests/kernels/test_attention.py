@@ -9,7 +9,7 @@ from replaylens.kernels.attention import Workspace, attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
-from tests.devices import covering
+from tests.devices import covering, swept
 
 PAGE = 16
 
@@ -69,7 +69,7 @@ def some(case):
     return [1299, 0, 511, 512, 513, 63, 64, 1300, 1308, 1309, 1908, 1024] if case.gpu else [36, 0, 31, 32, 37, 39]
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 0), (0.0, 19), (5.0, 600)])
+@pytest.mark.parametrize(("softcap", "window"), swept([(0.0, 0), (5.0, 0), (0.0, 19), (5.0, 600)], (5.0, 600)))
 def test_agrees_with_float64(case, softcap, window):
     s = setting(case, lengths(case))
     chosen = some(case)
@@ -138,7 +138,7 @@ def test_every_tile_gives_the_same_bits(case, same):
             same(s.attend(per_tile=per_tile, tile=tile, split=split), first)
 
 
-@pytest.mark.parametrize("d_head", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("d_head", swept([16, 64, 80, 128, 256], 16, 80))
 def test_head_sizes(case, same, d_head):
     heads, kv_heads = {128: (4, 1), 256: (20, 1)}.get(d_head, (14, 2))
     s = setting(case, [700, 70] if case.gpu else [40, 5], heads, kv_heads, d_head)

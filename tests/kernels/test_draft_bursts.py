@@ -106,6 +106,7 @@ def test_windows_fill_on_the_device(wrong_drafts: None) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sites", [None, "S", "SZ"])
 def test_the_last_row_is_part_of_the_burst(sites: str | None) -> None:
     """With `final`, the last token's row is one more step, unless Z wants the token after it. Tokens, KV and rows are those of

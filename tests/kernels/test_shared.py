@@ -10,6 +10,7 @@ from replaylens.engine.passes.sharing import MAX_LEVELS, KeyLayout, find_sharing
 from replaylens.kernels.attention import attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together, next_power_of_2
 from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel, plan_tiles
+from tests.devices import swept
 
 PAGE = 16
 
@@ -84,7 +85,7 @@ class Tree:
 
 @pytest.mark.parametrize(
     ("split", "split_shared", "softcap"),
-    [pytest.param(False, False, 0.0, marks=pytest.mark.slow), (True, True, 5.0), (False, True, 0.0)],
+    swept([(False, False, 0.0), (True, True, 5.0), (False, True, 0.0)], (True, True, 5.0)),
 )
 @pytest.mark.parametrize("decode", [True, False])
 def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, split_shared, softcap, decode):

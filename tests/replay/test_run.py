@@ -308,6 +308,7 @@ def test_an_answer_in_capitals_counts() -> None:
     assert _last_word(" tails.") != "heads" and _last_word("...") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["tree", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("lens", "ngram"))])
 def test_a_batch_of_any_lengths_is_generated_together(
     model: Any, words: WordTokenizer, drafter: str, monkeypatch: pytest.MonkeyPatch

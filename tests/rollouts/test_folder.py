@@ -445,6 +445,7 @@ def test_threads_share_a_folder(tmp_path: Path, reference: Rollouts) -> None:
 # Rollouts as texts: a dump of their kept rows verifies from its folder, and holds the rows that were captured.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", [False, True])
 def test_a_dump_of_rollouts(tmp_path: Path, edited: bool) -> None:
     subject = Engine.load("coin-plain")

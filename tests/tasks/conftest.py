@@ -7,6 +7,7 @@ import pytest
 
 from replaylens import tasks
 from replaylens.tasks.task import AnyTask
+from tests.devices import swept
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("coin", {}),
@@ -56,7 +57,7 @@ def task(request: pytest.FixtureRequest) -> AnyTask:
     return tasks.get(name)(**knobs)
 
 
-@pytest.fixture(params=tasks.names())
+@pytest.fixture(params=swept(tasks.names(), "coin", "shell", "boxes", "hops", "fork", "counts"))
 def plain_task(request: pytest.FixtureRequest) -> AnyTask:
     return tasks.get(request.param)()
 

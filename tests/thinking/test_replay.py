@@ -134,6 +134,7 @@ def test_no_chunk_no_page_and_no_neighbour_changes_anything(plain: Subject, cut:
             assert [b.tokens for b in one.rejected] == [b.tokens for b in other.rejected]
 
 
+@pytest.mark.slow
 def test_rounds_are_counted(plain: Subject) -> None:
     (path,) = plain.prompts()[-1:]
     thoughts = plain.truth(tuple(path)).thoughts
@@ -147,7 +148,7 @@ def test_rounds_are_counted(plain: Subject) -> None:
     assert plain.broken([wrong]) == []
 
 
-@pytest.mark.parametrize("guess", ["empty", "drafted"])
+@pytest.mark.parametrize("guess", swept(["empty", "drafted"], "drafted"))
 def test_a_dropped_suffix_has_the_rows_of_its_guessed_states(fewer: Subject, guess: Guess) -> None:
     branch = fewer.engine(guess=guess).prompt(random_prompt(7, seed=7), **KEPT)
     suffixes = branch.rejected
@@ -215,6 +216,7 @@ def assert_as_fresh(plain: Subject, branch: ThinkingBranch, edits: list[Edit]) -
         assert same_bits(branch.activations[site][:end], fresh.activations[site][:end]), site
 
 
+@pytest.mark.slow
 def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
     engine, path = plain.engine(), plain.prompts()[-1]
     root = engine.prompt(path[:12], **KEPT)
@@ -226,6 +228,7 @@ def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
     assert plain.broken([root]) == []
 
 
+@pytest.mark.slow
 def test_preemption_leaves_no_mark(plain: Subject) -> None:
     """The cache holds one and a half prompts: pages are taken in the middle of rounds, and rows are recomputed."""
     for guess in GUESSES[1:]:

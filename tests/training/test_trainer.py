@@ -195,6 +195,7 @@ def test_a_damaged_save_is_named(tmp_path: Path, content: bytes) -> None:
 # Texts and loss
 
 
+@pytest.mark.slow
 def test_no_held_out_text_is_trained_on() -> None:
     tokenizer = TINY.tokenizer()
     for part in TINY.parts:
@@ -446,7 +447,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
 
 
-@pytest.mark.parametrize("method", swept([*METHODS[:2], pytest.param(METHODS[2], marks=pytest.mark.slow)], "thinking"))
+@pytest.mark.parametrize("method", swept(METHODS, "thinking"))
 def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Path) -> None:
     recipe, state = replace(TINY_OF_THINKING, method=method, width=64), tmp_path / "training.safetensors"
     once = trainer_of_thinking.train(recipe)
@@ -584,6 +585,7 @@ def test_a_recipe_for_another_task() -> None:
     assert isinstance(model, ThinkingDecoder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_THINKING)

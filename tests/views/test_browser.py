@@ -179,6 +179,7 @@ def test_a_place_in_the_report_can_be_linked(tab: Any, report: Path) -> None:
     tab.wait_for_selector("#rl-explorer[data-example='7'] .rl-token")
 
 
+@pytest.mark.slow
 def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
     """Buttons, slider and play show one frame at a time. A second copy of the script is harmless."""
     told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
@@ -497,6 +498,7 @@ def test_more_branches_unfold(tab: Any, rollouts: RolloutTexts, tmp_path: Path) 
     assert sum(counts[1:]) == counts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_text_wraps_and_keyboard_works(tab: Any, rollouts: RolloutTexts, tmp_path: Path, theme: str) -> None:
     """A narrow window: nothing but the tree's own canvas scrolls sideways. Enter opens a unit; hovering shows its counts."""

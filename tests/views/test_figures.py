@@ -222,6 +222,7 @@ def test_ablations() -> None:
     assert np.allclose(ends, frame[["low", "high"]])
 
 
+@pytest.mark.slow
 def test_steering_shows_effect_and_perplexity() -> None:
     left, right = steer_result().plot().axes
     for line in left.lines:
@@ -234,6 +235,7 @@ def test_steering_shows_effect_and_perplexity() -> None:
     assert "<td>1.500</td><td>100.00</td>" in steer_result()._repr_html_()
 
 
+@pytest.mark.slow
 def test_attention_patterns() -> None:
     result = attention_result()
     for first in (True, False):

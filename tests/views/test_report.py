@@ -195,6 +195,7 @@ def sweep(plain_dump: Dump) -> Report:
     return run_sweep(plain_dump, "start", sites="S", positions=("query",), folds=3, permutations=19, estimators="ridge")
 
 
+@pytest.mark.slow
 def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: Report) -> None:
     """The page shows every cell with its score and interval, every control that ran, and the report's text."""
     html = ReportPage(plain_dump, (sweep,)).html()
@@ -260,6 +261,7 @@ def test_command_on_a_mismatch(dump: Dump, saved_model: Path, tmp_path: Path) ->
     assert 'data-status="mismatch"' in (tmp_path / "a.html").read_text()
 
 
+@pytest.mark.slow
 def test_command_with_probes(plain_dump: Dump, sweep: Report, tmp_path: Path) -> None:
     sweep.save(tmp_path / "probes", figures=False)
     alone = call(tmp_path / "probes", "--out", tmp_path / "a.html")

@@ -821,6 +821,7 @@ def test_a_plain_model_has_none(dump: Dump) -> None:
     assert not any("rl-thinking" in one for one in blocks_of(ReportPage(dump, trees=2).html()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "shown"),
     [({"sites": "Z"}, True), ({"rejected": False}, True), ({"sites": "S"}, False), ({"positions": "generated"}, False)],

@@ -18,6 +18,7 @@ from replaylens.engine.proof.fingerprint import take, weights_hash
 from replaylens.weights.loading import load, located, save
 from replaylens.weights.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, AdapterConfig, BaseModules, Lora
 from replaylens.weights.source import Source
+from tests.devices import swept
 from tests.families import hugging_face, hugging_face_folder
 from tests.weights.test_weights import edit_json
 
@@ -77,7 +78,7 @@ def folders(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
     return base, adapter
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", swept(KINDS, "ranks and alphas by module", "fused", "stored transposed"))
 def test_the_merged_model_is_pefts(kind: str, tmp_path: Path) -> None:
     """Every weight within float32's rounding of peft's merge, and far from the base. Peft's model loads with the bits of its
     folder, by its own forward pass as the check, and stays as it is."""
@@ -434,7 +435,7 @@ CHOSEN = (
 """ways to choose modules, which `test_modules_are_chosen_as_peft_chooses_them` tries by name; a third router"""
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in CHOSEN else ()) for kind in WRITTEN])
+@pytest.mark.parametrize("kind", swept(WRITTEN, "ends of names", "all products"))
 def test_what_peft_writes_loads_to_what_peft_computes(kind: str, tmp_path: Path) -> None:
     name, options = WRITTEN[kind]
     adapted = trained(name, {**R4, **options}, tmp_path / "base", tmp_path / "adapter")

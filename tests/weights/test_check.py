@@ -316,7 +316,7 @@ def test_a_field_that_says_what_is_done_anyway_is_taken(name: str, folder: Calla
 # Heads
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", core(["llama3", "gpt2", "gemma2", "gemma3"]))
 def test_a_head_of_its_own_unties_a_tied_config(name: str, folder: Callable[[str], Path]) -> None:
     """In memory and in a folder, as in transformers. A head that is the embedding stays tied."""
     import transformers

@@ -27,6 +27,7 @@ from replaylens.weights.families import FAMILIES
 from replaylens.weights.gguf import ARCHITECTURES, config_of
 from replaylens.weights.loading import WEIGHTS_FILE, load, text_config
 from replaylens.weights.source import Filler, Shards, Source
+from tests.devices import swept
 from tests.families import hugging_face, hugging_face_folder
 from tests.tiny_shapes import SMALL
 from tests.weights.test_adapter import trained
@@ -186,7 +187,14 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "architecture, tied",
-    [(name, tied) for name in EXAMPLES for tied in (True, False) if tied or name not in ("gemma", "gemma2")],  # always tied
+    swept(
+        [(name, tied) for name in EXAMPLES for tied in (True, False) if tied or name not in ("gemma", "gemma2")],
+        ("llama", True),
+        ("llama", False),
+        ("gpt2", True),
+        ("gemma2", True),
+        ("olmo2", True),
+    ),  # always tied
 )
 def test_every_architecture_loads_to_the_model_that_was_written(architecture: str, tied: bool, tmp_path: Path) -> None:
     """The config, and every weight: to the bit, except norms that llama.cpp stores one higher."""

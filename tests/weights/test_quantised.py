@@ -19,6 +19,7 @@ from replaylens.weights import quantised
 from replaylens.weights.loading import WEIGHTS_FILE, load
 from replaylens.weights.quantised import dequantised, from_mxfp4
 from replaylens.weights.source import Source
+from tests.devices import swept
 from tests.families import hugging_face, hugging_face_folder
 from tests.weights.test_adapter import trained
 from tests.weights.test_weights import edit_json
@@ -164,7 +165,9 @@ def write(folder: Path, config: dict[str, Any], pack: Callable[[int, int, int], 
     return plain
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "kind", swept(FORMATS, "gptq, act order", "awq", "fp8, blocks", "fbgemm", "compressed int4", "compressed int8")
+)
 def test_a_checkpoint_loads_to_the_values_that_it_stands_for(kind: str, tmp_path: Path) -> None:
     """Bit for bit the model of the plain checkpoint, in float32 and in bfloat16."""
     plain = write(tmp_path / "quantised", *FORMATS[kind])

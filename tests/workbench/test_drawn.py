@@ -183,6 +183,7 @@ def test_ablated_neurons_with_their_intervals(served: Engine) -> None:
 # Attribution
 
 
+@pytest.mark.slow
 def test_attributed_heads_are_sums_over_positions(served: Engine) -> None:
     """Control: means would be other numbers."""
     found = attribution_patching(served, HEADS, TAILS, PAIR, heads=True, compare=True)
@@ -429,6 +430,7 @@ def test_refused_steering_leaves_no_branch() -> None:
     assert not served.loop.lanes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_patterns_are_those_of_transformer_lens(name: str) -> None:
     served = Engine(loading.load(hugging_face(name), torch.float32))

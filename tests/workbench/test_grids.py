@@ -426,6 +426,7 @@ PAIRS = [FIRST, tuple(text.format(state) for text, state in zip(SECOND, ("tails"
 OWN = [(" tails", " heads"), (" heads", " tails")]
 
 
+@pytest.mark.slow
 def test_patches_of_several_pairs_are_means_with_intervals() -> None:
     served = Engine.load("coin-plain")
     pairs = [*PAIRS, FIRST[::-1]]
@@ -497,6 +498,7 @@ def test_pairs_that_cannot_be_patched_are_named(clean: Any, corrupt: Any, metric
         patch(Engine.load("coin-plain"), clean, corrupt, metric=metric)
 
 
+@pytest.mark.slow
 def test_attributions_of_several_pairs_are_means_with_intervals() -> None:
     served = Engine.load("coin-plain")
     clean, corrupt = map(list, zip(*PAIRS, strict=True))

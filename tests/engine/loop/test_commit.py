@@ -109,7 +109,7 @@ def tokens_of(name: str) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_the_answers_are_those_of_the_whole_text(name: str, data: st.DataObject) -> None:
     text = TEXTS[name]()

@@ -17,6 +17,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from tests.devices import swept
 from tests.engine.coin_engine import PROMPT
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
@@ -130,7 +131,7 @@ def test_prefills_are_cut_into_chunks_beside_decoding_requests(max_rows: int) ->
 
 
 @pytest.mark.parametrize("window", [4, None])
-@pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
+@pytest.mark.parametrize("drafter", swept(["self", "lens", "tree"], "self"))
 def test_no_pass_has_more_rows_than_allowed(drafter: str, window: int | None) -> None:
     subject = engine(max_rows=20)
     branches = subject.prompts([[i, i + 1] for i in range(7)])

@@ -127,6 +127,7 @@ def test_steering_back_is_no_flip(engine: Engine, probe: LinearProbe, fresh: lis
     assert line(report, "steer: probe")["accuracy"] == 0
 
 
+@pytest.mark.slow
 def test_ablation_and_refit(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
     report = ablate(engine, probe, fresh, placebos=2)
     before, after = line(report, "refit: site, before"), line(report, "refit: site, after")

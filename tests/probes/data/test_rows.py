@@ -45,6 +45,7 @@ from replaylens.probes.sweeps import sweep
 from replaylens.tasks.errors import TaskError
 from replaylens.views.report import ReportPage
 from replaylens.weights import loading
+from tests.devices import swept
 from tests.features.tiny import COUNT, write
 from tests.probes.synthetic import labelled_rows, rows_of
 from tests.toy_model import engine as toy_engine
@@ -366,7 +367,7 @@ def repeated(split: Split, rows: ProbeRows, cell: str = "blocks.3.hook_in") -> f
     return float(np.mean([np.isin(bits[test], bits[train]).mean() for train, test in split]))
 
 
-@pytest.mark.parametrize("position", ["step:1", "step", "query"])
+@pytest.mark.parametrize("position", swept(["step:1", "step", "query"], "query"))
 def test_no_tested_row_has_been_fitted(coin: ProbeRows, position: str) -> None:
     """Cross-validation over groups separates equal rows; over roots it does not. Distinct rows have no equals at all."""
     here = coin.at(position)
@@ -587,6 +588,7 @@ def test_labels_that_are_alike_in_all_groups(sizes: list[int]) -> None:
     assert "groups have similar sequences of labels" in note and "equally many rows" not in note
 
 
+@pytest.mark.slow
 def test_a_label_that_goes_with_the_size_of_a_group() -> None:
     """Noise whose longer documents are of one class: exchanged labels have other frequencies, which is no finding."""
     found = 0
@@ -662,6 +664,7 @@ def dump(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return run.save(tmp_path_factory.mktemp("probed") / "d")
 
 
+@pytest.mark.slow
 def test_a_probe_reads_the_answer_at_the_last_token(run: Run, dump: Dump) -> None:
     report = probes.sweep(dump, "answer", permutations=19, **HOW)
     (line,) = [line for line in report.lines if line["label"] == "answer"]

@@ -266,6 +266,7 @@ def coded(memorable: bool) -> list[Any]:
     return online_codes(*problem_of_online_code(memorable))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memorable", [False, True])
 def test_label_against_control_task(memorable: bool) -> None:
     """Where contexts can be told apart the control task is coded as well as the label, and selectivity shrinks."""
@@ -329,6 +330,7 @@ def test_moments_are_right() -> None:
     assert np.allclose(moments.within.numpy(), within, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, backwards", [(7, False), pytest.param(30, False, marks=pytest.mark.slow), (16, True)])
 def test_fitted_while_capturing(engine: Engine, coin_dump: Dump, batch: int, backwards: bool) -> None:
     """Mass-mean, whitened and LEACE fits have the same bits from a replay, in any batches and any order, and from the dump."""

@@ -63,6 +63,7 @@ def transfers(steps_dump: Dump) -> dict[str, Report]:
     return {label: transfer(steps_dump, label, layers=[1], estimator="ridge") for label in ("implied", "face")}
 
 
+@pytest.mark.slow
 def test_transfer(transfers: dict[str, Report]) -> None:
     """Probes of the implied state transfer to rejected branches. Probes of the truth, which their text left, do much less."""
     implied, truth = transfers.values()
@@ -383,6 +384,7 @@ def fresh() -> list[Example]:
     return tasks.get("coin")(flips=(2, 5)).examples(range(100, 124))
 
 
+@pytest.mark.slow
 def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     report = amnesic(engine, coin_dump, fresh, "face", layers=[3], erasers=["leace"], placebos=8)
     nothing, erased, random, more = report.lines[:4]

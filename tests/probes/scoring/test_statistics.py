@@ -187,6 +187,7 @@ def permuted(predicted: np.ndarray, labels: np.ndarray, roots: np.ndarray, count
     return exchanged(said, make_goal(make_target("label", labels)), roots, roots, every, count, seed)
 
 
+@pytest.mark.slow
 def test_p_values_are_small_only_where_something_is() -> None:
     """On uninformative held-out predictions, p is below 5 % in about 5 % of cases; on good ones it always is."""
     generator = np.random.default_rng(0)

@@ -141,6 +141,7 @@ def test_verify_computes_a_report_again_from_its_dump(coin_dump: Dump, tmp_path:
     assert code == 1 and first.name in out and "was changed" in out
 
 
+@pytest.mark.slow
 def test_verify_names_the_files_beside_a_report(tmp_path: Path) -> None:
     how = RIDGE | {"layers": [0, 1], "positions": "all", "permutations": 0, "controls": False}
     sweep(rows_of(roots=20), "face", **how).save(tmp_path)
@@ -210,6 +211,7 @@ def parts_of(folder: Path) -> None:
     (folder / "sweep.key").touch()
 
 
+@pytest.mark.slow
 def test_a_sweep_writes_into_no_folder_of_somebody_else(
     coin_dump: Dump, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +287,7 @@ def test_the_spread_of_control_tasks_is_that_of_their_mean() -> None:
     assert wide / narrow == pytest.approx(np.sqrt(1 + between / within), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_grid_with_two_kinds_of_tests_gives_each_half_of_the_error() -> None:
     """Permutation tests beside t tests: both corrections are doubled, so that all lines together err in 5 % of grids."""
 
@@ -334,6 +337,7 @@ def test_length_generalisation(coin_dump: Dump) -> None:
     assert set(table["rows"]) == {int(by_length(rows, 3).test.sum())}
 
 
+@pytest.mark.slow
 def test_splits_by_branch(steps_dump: Dump) -> None:
     """Splits from accepted to rejected, back, and by depth include rejected rows by default, on other roots."""
     settings = QUICK | {"positions": "step", "layers": [1], "controls": False, "estimators": "ridge"}
