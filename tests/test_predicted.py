@@ -64,6 +64,7 @@ def engine() -> rl.Engine:
     return rl.Engine.load("coin-plain")
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_dump(engine: rl.Engine, tmp_path: Path) -> None:
     lines = [line.split() for line in TABLE.strip().splitlines()]
     task, begins = coins(flips=(1, 1), p=1.0), "A coin's state is heads. Alice"

@@ -492,6 +492,7 @@ def test_statistics_of_rows_whose_blocks_differ(block: int, monkeypatch: pytest.
     assert found.rows == 150 and found.mean_norm == pytest.approx(float(rows.norm(dim=1).mean()))
 
 
+@pytest.mark.slow
 def test_statistics_do_not_depend_on_shards(
     reference: Dump, engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,6 +563,7 @@ def test_impossible_positions(engine: Engine, planned: Planned, tmp_path: Path) 
         write_dump(engine, planned(positions=lambda path: [999]), tmp_path)
 
 
+@pytest.mark.slow
 def test_no_rows_at_all(engine: Engine, planned: Planned, tmp_path: Path) -> None:
     """A selector that keeps no rows, in one shard or in all, gives a valid dump."""
     none = written(engine, planned(positions=lambda path: []), tmp_path / "none")
@@ -765,6 +767,7 @@ def test_other_sites(engine: Engine, planned: Planned, tmp_path: Path) -> None:
     assert dump.to_torch("unembed.hook_out").shape[1:] == (engine.config.vocab_size,)
 
 
+@pytest.mark.slow
 def test_tuned_lens(model: Decoder, tokenizer: WordTokenizer, coin: AnyTask, tmp_path: Path) -> None:
     """Z through a tuned lens: the plan names the lens, the bits do not depend on the batch, other engines need it too."""
     made = torch.Generator().manual_seed(0)

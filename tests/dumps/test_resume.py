@@ -713,7 +713,7 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return int(request.param)
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 30]])
+@pytest.mark.parametrize("cuts", swept([[], [1], [7, 8, 30]], [7, 8, 30]))
 def test_pieces_have_the_digest_and_the_file_of_joined_rows(reference: Dump, size: int, cuts: list[int]) -> None:
     content = reference.files.content(0)
     cut = Content(
@@ -747,6 +747,7 @@ def test_blocks_are_joined_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(torch.cat(found), torch.cat(rows))
 
 
+@pytest.mark.slow
 def test_rows_of_a_probe_are_its_own(size: int) -> None:
     """What is done to them does not reach the activations of the run, nor rows made from it later."""
     engine = rl.Engine.load("coin-plain")

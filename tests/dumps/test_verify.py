@@ -372,6 +372,7 @@ def test_diff_of_accepted_rows(engine: Engine, planned: Planned, reference: Dump
     assert not diff(reference, other) and diff(reference, other, accepted=True)
 
 
+@pytest.mark.slow
 def test_diff_of_other_examples_and_sites(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     fewer = written(engine, planned(examples=4), tmp_path / "fewer")
     found = diff(reference, fewer).difference
@@ -467,6 +468,7 @@ def test_combined_digest_is_of_all_in_order() -> None:
 # One plan gives one digest, whatever the batch, the order of arrival, the drafter, the engine's history or the store.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, pytest.param(7, marks=pytest.mark.slow), 64])
 def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, batch: int) -> None:
     """No byte of any file changes: shards are cut by example, not by arrival."""
@@ -522,6 +524,7 @@ def test_without_rejected_branches(engine: Engine, planned: Planned, reference: 
     assert dump.manifest.rows == dump.manifest.accepted_rows == reference.manifest.accepted_rows
 
 
+@pytest.mark.slow
 def test_sampled_paths(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Seeded draws are as reproducible as greedy decoding. Another seed gives another dump."""
     hot = {"sampling": Sampling(temperature=1.5, seed=4), "sites": "S"}
@@ -596,6 +599,7 @@ def test_run_that_kept_only_z(engine: Engine, planned: Planned, coin: AnyTask, t
     assert saved.digest == written(engine, planned(sites="Z", examples=4, examples_per_shard=128), tmp_path / "b").digest
 
 
+@pytest.mark.slow
 def test_coin_plain(tmp_path: Path) -> None:
     """The embedded model: the same digest for two batch sizes, and for the accepted rows of every drafter."""
     engine = Engine.load("coin-plain")
@@ -630,6 +634,7 @@ def crowded(run: Run) -> Result:
     raise AssertionError("no example has siblings that were rejected together")
 
 
+@pytest.mark.slow
 def test_the_order_of_arrival_does_not_show(engine: Engine, coin: AnyTask, run: Run) -> None:
     """Any order of the rejected branches, and a branch reported twice, give the same content."""
     result = crowded(run)
@@ -688,6 +693,7 @@ def test_another_end_of_texts_is_named(engine: Engine, tmp_path: Path) -> None:
     assert make_plan(engine, tasks.get("coin")(), 1).end is None, "our own tokenizer has one end"
 
 
+@pytest.mark.slow
 def test_probabilities_do_not_depend_on_the_rows_that_are_kept(engine: Engine, tmp_path: Path) -> None:
     """As many rows are read for probabilities as there are: not all of them, and not in order."""
 

@@ -32,7 +32,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import Request as ServedRequest
 from replaylens.training import embedded as zoo
-from tests.devices import DEVICES, with_devices
+from tests.devices import DEVICES, swept, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
 from tests.families import MORE, NAMES, NEW_WIRINGS
 from tests.nano import MODEL, NanoBranch, NanoEngine, NanoReference
@@ -438,7 +438,7 @@ def ended_by(kind: str, pairs: Iterable[tuple[str, int | None]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize("kind", swept(REASONS, "end token", "length"))
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_last_token_of_a_request_is_pending_however_it_came(kind: str, every: bool) -> None:
     """A draft that ends a request was accepted, so its row is there; without drafts it is not. No branch keeps it."""

@@ -104,7 +104,7 @@ def same(ours: Branch, theirs: Branch) -> bool:
 # ---- devices -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHORT[1:])
+@pytest.mark.parametrize("name", swept(SHORT[1:], "gradients", "edited", "latent attention"))
 def test_layers_over_devices_have_the_digests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "Engine", Elsewhere(lambda model: owned(loading.load(model, device=("cpu", "cpu")))))
     assert digests.cases()[name]() == KNOWN[name]

@@ -253,6 +253,7 @@ def latent(case, heads, rank, rest):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "rank", "rest"), SHAPES)
 def test_every_schedule_has_the_same_bits(case, same, heads, rank, rest):
     """Decode, a prefill in tiles and a window cut elsewhere; the values are those of float64."""

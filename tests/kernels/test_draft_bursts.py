@@ -90,6 +90,7 @@ def alone(i: int, sampling: Sampling) -> list[int]:
     return Engine(random_model(), cache_tokens=1024).prompt(PROMPTS[i]).generate(N, window=1, sampling=sampling).generated
 
 
+@pytest.mark.slow
 def test_windows_fill_on_the_device(wrong_drafts: None) -> None:
     """Windows of several sizes, ordinary and direct requests beside them. Every promised token is that of the request alone."""
     engine, bursts = made()
@@ -136,6 +137,7 @@ def test_the_last_row_is_part_of_the_burst(sites: str | None) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_long_bursts_only_where_nobody_looks() -> None:
     """Requests that may end early, and streams, come back to the host after 16 steps."""
     for options, longest in [({}, 64), ({"stop_tokens": (0,)}, 16), ({"stop": ("never",)}, 16)]:

@@ -484,6 +484,7 @@ def test_a_replay_of_rollouts(served: Engine) -> None:
         served.replay(found, labels={"x": [1] * 6})
 
 
+@pytest.mark.slow
 def test_one_dump_of_several_chains(served: Engine, tmp_path: Path) -> None:
     """Rows of all chains lie in one dump, with the number of their chain, and have the bits that were captured."""
     options = {"max_new": 6, "sites": "S", "keep": ["fork", "last"]}
@@ -553,6 +554,7 @@ def test_a_file_of_chains(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "00001" / "plan.json").exists()
 
 
+@pytest.mark.slow
 def test_a_chat_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: Path) -> None:
     """Drawn after what the template writes; a tokenizer without one is named, and so is a file with something else."""
     file, out = tmp_path / "chat.json", tmp_path / "out"

@@ -490,6 +490,7 @@ def test_arms_have_names_and_recipes_of_their_own() -> None:
     assert len({run.kind for run in runs}) == 24, "seeds of one kind are averaged"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TEXTS)
 def test_tested_texts_fit_at_trained_positions(task: str) -> None:
     """With every chunk size of the ablation; a chain of thought is the longest. No thought is longer than its limit."""

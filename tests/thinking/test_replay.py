@@ -522,6 +522,7 @@ def test_thoughts_are_stored_by_chunk_and_step(dump: Dump, folder: Path) -> None
     assert not any(name in shapes for letter in "STCZ" for name in dump.manifest.letter(letter)), "a letter counts layers"
 
 
+@pytest.mark.slow
 def test_rejected_suffixes_are_stored_and_verified(dump: Dump, folder: Path) -> None:
     rejected = dump.index[dump.index["branch"] > 0]
     assert (rejected["token_state"] == "rejected").all()

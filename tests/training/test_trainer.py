@@ -142,6 +142,7 @@ def test_a_second_ctrl_c_is_not_held_back() -> None:
         pytest.fail("the second one was held back, too")
 
 
+@pytest.mark.slow
 def test_interrupted_twice(trained: Decoder, tmp_path: Path) -> None:
     state = tmp_path / "training.safetensors"
     for stop in (4, 9):
@@ -303,6 +304,7 @@ def small_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CARD_LENGTHS", (1, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 def test_command_trains_and_writes_a_card(trained: Decoder, tmp_path: Path) -> None:
     out = tmp_path / "model"
@@ -355,6 +357,7 @@ def test_command_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: 
     assert result.exit_code == 130 and "--resume" not in result.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 @pytest.mark.usefixtures("watched")
 def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +388,7 @@ def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) ->
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command", "watched")
 def test_command_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of somebody else in the folder of an unfinished run is told before the next step; what a killed run left goes."""
@@ -509,6 +513,7 @@ def test_the_thought_loss_is_part_of_the_recipe() -> None:
         replace(TINY_OF_THINKING, thought_loss="words")
 
 
+@pytest.mark.slow
 def test_a_cut_text_goes_on_from_its_state() -> None:
     """Skipped chunks affect the loss only through their states."""
     recipe = replace(TINY_OF_THINKING, width=64, cut=True)
@@ -730,6 +735,7 @@ def test_no_chunk_of_four_words_ends_two_operations() -> None:
     assert set(sizes.tolist()) == {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["thinking", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("none", "cot"))])
 def test_the_command_of_variables(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_VARIABLES)

@@ -104,6 +104,7 @@ def test_report(tab: Any, report: Path, run: Run) -> None:
     assert tab.locator("#rl-table tr").count() > 0, "markup is text to be searched"
 
 
+@pytest.mark.slow
 def test_cards(tab: Any, report: Path) -> None:
     """Hovering over a token or a heatmap cell shows its card. Leaving hides it, and so does Escape after Tab."""
     tab.goto(report.as_uri())

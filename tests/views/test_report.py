@@ -155,6 +155,7 @@ def test_lens_averages(run: Run, dump: Dump) -> None:
     assert entropy.rows[0] == "output" and all(c is None or c.value == pytest.approx(0) for c in kl.cells[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"sites": "S"}, {"positions": "generated"}, {"positions": "last"}, {"rejected": False}])
 def test_dumps_that_hold_less(engine: Engine, tmp_path: Path, options: dict[str, Any]) -> None:
     """Without Z, prompts or rejected branches, the page shows the rest and says what is missing."""
@@ -352,6 +353,7 @@ def test_findings_come_first_and_the_certificate_last(page: str, swept: Report) 
     assert_harmless(page, 2 + page.count('class="rl-block"'))
 
 
+@pytest.mark.slow
 def test_the_first_sentence_needs_no_knowledge(page: str, bare: str, swept: Report) -> None:
     """The best cell in words, or, where nothing is shown, that it is not; without probes, what the page is about."""
     first = lambda html: re.search(r'<p class="rl-first">([^<]*)</p>', html)[1]  # type: ignore[index]  # noqa: E731
@@ -440,6 +442,7 @@ def test_the_most_telling_example_has_accepted_and_rejected_drafts(run: Run) -> 
     assert any(0 < sum(check.accepted for check in frame.checks) < len(frame.checks) - 1 for frame in told.frames)
 
 
+@pytest.mark.slow
 def test_replay_writes_a_board(tmp_path: Path) -> None:
     file = tmp_path / "out.svg"
     told = call_of_opening(
@@ -505,6 +508,7 @@ def test_the_grid_starts_where_the_answer_does() -> None:
     assert alone is None and text is not None and len(text.columns) == 4, "a text without an answer is shown from its start"
 
 
+@pytest.mark.slow
 def test_averages_start_at_the_answer_and_their_scale_shows_the_inner_layers(coin: Dump) -> None:
     """Before the first block the lens is far off, and the output is exact: neither decides what the others look like."""
     (emitted, entropy, kl) = maps.averages(examples.examples(coin)).maps()

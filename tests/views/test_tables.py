@@ -394,6 +394,7 @@ def test_a_view_of_attention_has_what_there_is_to_see(monkeypatch: pytest.Monkey
         assert ("data-weights" in result._repr_html_()) is shown and "Mean attention by kind" in result._repr_html_()
 
 
+@pytest.mark.slow
 def test_cells_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A word in the middle of its cell, white on dark; in a table at most 64 columns, and it says so."""
     values, words = np.array([[0.0, 1.0, math.nan], [2.0, 3.0, 4.0]]), [["a", " b ", "n"], ["  ", "longerword", "e"]]

@@ -382,6 +382,7 @@ def test_keys_become_fields(architecture: str, keys: dict[str, Any], wanted: dic
         fields(architecture, **keys | {"feed_forward_length": [200, 200, 100]})
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     file = write(hugging_face("llama"), tmp_path / "x.gguf", "llama")

@@ -194,6 +194,7 @@ def test_attributed_heads_are_sums_over_positions(served: Engine) -> None:
         assert same(drawn, values.sum(1)) and not np.allclose(drawn, values.mean(1)) and -low == high == abs(drawn).max()
 
 
+@pytest.mark.slow
 def test_attributed_rows(served: Engine) -> None:
     """The stream that leaves the last block is above those that enter blocks. Each line of panels has its own scale."""
     found = attribution_patching(served, HEADS, TAILS, PAIR, "STC", compare=True)
@@ -253,6 +254,7 @@ def test_the_strongest_features_come_first(served: Engine, tmp_path: Path) -> No
 # Attention, routing and steering
 
 
+@pytest.mark.slow
 def test_attention_patterns_are_drawn_as_they_are(served: Engine) -> None:
     """Queries from top to bottom; the summary is the table's numbers, layers by heads."""
     result = attention(served, HEADS, layers=[1, 3])
@@ -785,6 +787,7 @@ def test_the_table_names_the_largest_part_first() -> None:
     assert result.frame.iloc[0]["part"] == first.name and f"{result.total:.4g}" in repr(result)
 
 
+@pytest.mark.slow
 def test_figures_show_the_parts() -> None:
     by_layer = of_coin("layer")
     axis = by_layer.plot().axes[0]

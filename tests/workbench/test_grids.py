@@ -472,6 +472,7 @@ def test_pairs_with_different_lengths_are_averaged_from_their_ends() -> None:
         patch(served, [FIRST[0], "Zork"], [FIRST[1], "Zork"], metric=OWN)
 
 
+@pytest.mark.slow
 def test_heads_of_pairs_with_different_lengths_are_averaged() -> None:
     served, longer = Engine.load("coin-plain"), "A coin's state is {}. Bob flips. Alice flips. What's the state? A:"
     pairs = [FIRST, (longer.format("heads"), longer.format("tails"))]

@@ -45,6 +45,7 @@ def assert_right(branch: Branch, prompt: list[int], n: int, sampling: Sampling |
 # ---- admission -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [12, 48])
 def test_no_more_cached_prefixes_are_given_up_than_a_turn_lacks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The search for the oldest looks at those that it gives up, however many there are."""

@@ -213,8 +213,8 @@ EDITS = [
 ]
 
 
-@pytest.mark.parametrize("device", swept(DEVICES, "gemma2"))
-@pytest.mark.parametrize("name", ["llama", pytest.param("neox", marks=pytest.mark.slow), "gemma2"])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", swept(["llama", "neox", "gemma2"], "gemma2"))
 def test_edited_bits_do_not_depend_on_the_road(name: str, device: str) -> None:
     """Direct or verified with any drafter, forked or planted, alone or beside other requests: one result."""
     served = engine(name, device, lens_layer=2)

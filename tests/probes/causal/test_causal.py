@@ -46,6 +46,7 @@ def line(report: Report, what: str) -> dict[str, float]:
     return next(each for each in report.lines if each["what"] == what)
 
 
+@pytest.mark.slow
 def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
     """Steering along the mass-mean direction flips the answer. Random directions of the same length do not."""
     report = steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16))
@@ -136,6 +137,7 @@ def test_ablation_and_refit(engine: Engine, probe: LinearProbe, fresh: list[Exam
     assert any("refit at the last layer, after" in said for said in report.findings)
 
 
+@pytest.mark.slow
 def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
     """Exchanging the component along the direction changes the answer; exchanging the whole row always does."""
     report = interchange(engine, probe, fresh, placebos=2)

@@ -498,6 +498,7 @@ def test_refused(case: str) -> None:
 # ---- without a task ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_natural_call(tmp_path: Path) -> None:
     """No site, no position: every site at every row. What needs a task or tokens is skipped by name."""
     report = sweep(of_arrays({("S", 0): RANDOM.normal(size=(N, 4)), ("S", 1): X[:, :4]}), "label", **QUICK)

@@ -68,6 +68,7 @@ def test_run_and_dump_give_the_same_rows(engine: Engine, rows: ProbeRows) -> Non
     assert set(made.frame) == set(some.frame) - {"shard", "row"}
 
 
+@pytest.mark.slow
 def test_probabilities_are_computed_when_asked(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fitting a probe on a run unembeds nothing. Reading log-probability or entropy, also of some rows, through a position or
     in a join, computes them once for the run, with the bits of a dump, and many texts a pass."""
@@ -404,6 +405,7 @@ def test_groups_join_roots_that_share_a_row() -> None:
     assert found[0] == min(rows.roots[:6]), "named after its first root, whatever the order"
 
 
+@pytest.mark.slow
 def test_shared_beginnings_are_left_out(coin: ProbeRows) -> None:
     """All prompts begin with one word, which makes one group. Without it there are enough, and the report says so."""
     here = groups.independent(coin)
@@ -721,6 +723,7 @@ def test_rows_of_a_task_know_places_too() -> None:
     assert len(rows.at("-1:0")) == 0 and rows.at("-1:").accepted().frame["since_query"].min() == 0
 
 
+@pytest.mark.slow
 def test_the_report_of_texts(dump: Dump, tmp_path: Path) -> None:
     page = ReportPage(dump).html()
     assert "60 texts, SHA-256" in page and "example 3, " not in page
@@ -766,6 +769,7 @@ def test_columns_of_a_dump(coin_dump: Dump, tmp_path: Path) -> None:
     assert made.about.digest != rows.about.digest != "" and made.about.digest.startswith(rows.about.digest)
 
 
+@pytest.mark.slow
 def test_a_sweep_over_features(coin_dump: Dump, tmp_path: Path) -> None:
     """Features of random directions keep enough of the stream that a probe finds the coin's face in them."""
     rows = with_features(ProbeRows.of(coin_dump), load(tmp_path, "blocks.3.hook_resid_post"))

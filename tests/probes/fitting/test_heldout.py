@@ -231,6 +231,7 @@ def test_sweep_and_probe_take_them() -> None:
     assert np.mean(probe.predict(rows.matrix("S", 1)) == rows.target("face").values) > 0.95
 
 
+@pytest.mark.slow
 def test_refitted_permutations_take_them() -> None:
     """A permutation test gives them their groups."""
     rows = rows_of(roots=30)

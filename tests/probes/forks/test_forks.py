@@ -279,6 +279,7 @@ class Path:
     truth: np.ndarray
 
 
+@pytest.mark.slow
 def test_the_curve_covers_the_truth_of_coin(coin_paths: list[Path]) -> None:
     """Pointwise intervals hold about 95 % of the exact probabilities; joint ones hold whole paths."""
     held = np.concatenate([_inside(path, joint=False) for path in coin_paths])
@@ -323,6 +324,7 @@ def test_change_points_of_fork(fork_path: Path) -> None:
     assert not change_points(before).shown, "negative control: until the target, nothing changes"
 
 
+@pytest.mark.slow
 def test_outcome_probe_on_a_real_model() -> None:
     """Rollouts drawn from the exact distribution at each step: the third layer of coin-plain tells of it, its embedding and
     the text as a bag do not."""
@@ -612,6 +614,7 @@ def lengths(seed: int) -> Report:
     return outcome_probe({"S": state}, np.stack([heads, 12 - heads], 1), np.arange(40), tokens=tokens, estimator="logistic")
 
 
+@pytest.mark.slow
 def test_the_sentence_names_the_least_gain_of_the_table() -> None:
     """The verdict follows the lowest bound; where that is of another baseline, the sentence names this one as well."""
     apart = []

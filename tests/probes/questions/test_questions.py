@@ -43,6 +43,7 @@ from replaylens.probes.sources import MemorySource
 from replaylens.probes.splits import apart, unseen
 from replaylens.probes.sweeps import sweep
 from replaylens.tasks import Example
+from tests.devices import swept
 from tests.probes.synthetic import direction, rows_of
 from tests.toy_model import engine as toy_engine
 
@@ -168,6 +169,7 @@ def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
     assert len(rows.frame) == len(rows.matrix("S", 2))
 
 
+@pytest.mark.slow
 def test_forced_answers_are_judged_as_replayed_ones(engine: Engine) -> None:
     """A forced answer is correct if the replayed one would be, with or without a full stop, whatever follows."""
     examples = coin(flips=2).examples(4)
@@ -199,6 +201,7 @@ def test_outcomes(coin_dump: Dump) -> None:
         outcome_at_fork(other)
 
 
+@pytest.mark.slow
 def test_outcomes_are_those_of_accepted_rows(steps_dump: Dump) -> None:
     """Rejected drafts, which end at steps too, have no part in it."""
     rows = ProbeRows.of(steps_dump)
@@ -219,6 +222,7 @@ def test_judge(coin_dump: Dump) -> None:
     assert one["accuracy"] == three["accuracy"] and width(three) > 1.05 * width(one), "the best of three must lead by more"
 
 
+@pytest.mark.slow
 def test_joined_parts_are_judged_apart(coin_dump: Dump) -> None:
     """Parts have examples of the same numbers. The row before a draft token is that of its own part."""
     whole = ProbeRows.of(coin_dump)
@@ -236,6 +240,7 @@ def test_judge_needs_the_lens(steps_dump: Dump) -> None:
         judge(steps_dump, draft_layer=2)
 
 
+@pytest.mark.slow
 def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
     """The model answers prompts beyond its training length wrongly. There, the probe of right answers reads less truth."""
     run = engine.replay(coin(flips=(8, 12)).examples(80), sites=["blocks.3.hook_out"], drafter="ngram", rejected=False)
@@ -556,7 +561,7 @@ def line_of_viable_branch(report: Report, end: str) -> dict[str, Any]:
     return next(each for each in report.lines if each["what"].endswith(end))
 
 
-@pytest.mark.parametrize("classes", [2, 8])
+@pytest.mark.parametrize("classes", swept([2, 8], 2))
 @pytest.mark.parametrize(
     "held, verdict",
     [

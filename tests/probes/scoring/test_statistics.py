@@ -370,6 +370,7 @@ def test_no_interval_has_width_zero() -> None:
         assert (several.low, several.high) == pytest.approx((found.low, found.high))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups, truth", [(10, 0.985), (20, 0.9), (20, 0.985), (50, 0.985)])
 def test_areas_cover_the_truth(groups: int, truth: float) -> None:
     """Three rows per group that share most of their score; the standard error of a coverage of 95 % is 1.8 %."""
@@ -384,6 +385,7 @@ def test_areas_cover_the_truth(groups: int, truth: float) -> None:
     assert np.mean([each.high - each.low for each in found]) < 2.5 / np.sqrt(groups), "not by being endless"
 
 
+@pytest.mark.slow
 def test_gains_cover_zero() -> None:
     """Three scores as good as the baseline: in 95 of 100 simulations no interval lies beyond zero."""
     generator, held = np.random.default_rng(2), 0
@@ -395,6 +397,7 @@ def test_gains_cover_zero() -> None:
     assert held >= 54
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes, share, per_group", [(2, 0.97, 1), (2, 0.5, 3), (8, 0.125, 1), (8, 0.9, 3)])
 def test_balanced_accuracy_covers_the_truth(classes: int, share: float, per_group: int) -> None:
     """Twenty groups whose rows have one class and mostly stand or fall together; classes of unequal size."""

@@ -314,6 +314,7 @@ def test_ray_backend_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert body(spread) == body(plain)
 
 
+@pytest.mark.slow
 def test_numbers_are_regressed_on() -> None:
     """A number planted in the rows has r2 near 1 there and near 0 in noise. Classifiers refuse it."""
     rows = rows_of()
@@ -751,6 +752,7 @@ def words(seed: int = 1, effect: float = 3.0) -> tuple[ProbeRows, np.ndarray]:
     return ProbeRows.of_arrays(X, {"label": word % 2, "own": generator.integers(2, size=240)}, np.arange(240), **how), word
 
 
+@pytest.mark.slow
 def test_a_label_that_the_control_task_reads_as_well_is_readable() -> None:
     """The row's own coin is in the rows, but so are the words: a random class per word is read better still."""
     rows, word = words()
