@@ -265,6 +265,7 @@ def test_a_figure_carries_its_digest(tmp_path: Path, kind: str) -> None:
     assert found is not None and found.identifier == one.identifier and not found.intact
 
 
+@pytest.mark.slow
 def test_a_png_is_still_a_png(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
@@ -324,6 +325,7 @@ def test_a_page_names_all_that_it_shows(engine: Engine, run: Run, folder: Path, 
 # ---- verify ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verify_finds_each_kind(run: Run, folder: Path) -> None:
     dump = Dump.open(folder / "dump")
     figure = stamp_of((folder / "report" / "transfer.png").read_bytes())
@@ -340,6 +342,7 @@ def test_verify_finds_each_kind(run: Run, folder: Path) -> None:
         assert code == 0 and out.startswith("verified") and said in out, out
 
 
+@pytest.mark.slow
 def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Path, tmp_path: Path) -> None:
     """Probes by file, by the name that both files share, and by folder; a part of something larger names that."""
     for name, kind in (KINDS | {"sweep": SWEEP}).items():

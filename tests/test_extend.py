@@ -190,7 +190,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("what", swept(OTHERS, "no probabilities", "predictions only"))
+@pytest.mark.parametrize("what", swept(OTHERS, "predictions only"))
 def test_whatever_follows_scikit_learns_contract_is_a_probe(what: str, registered: Callable[..., str]) -> None:
     assert broken(registered(*OTHERS[what])) == {}
 
@@ -269,6 +269,7 @@ def test_fits_that_do_not_converge_are_counted_in_one_line(how: dict[str, Any], 
     assert len(other) == (0 if how.get("backend") == "loky" else 60), "those of another process are shown there"
 
 
+@pytest.mark.slow
 def test_what_makes_an_estimator_is_no_estimator(registered: Callable[..., str], tmp_path: Path) -> None:
     with pytest.raises(ProbeError, match=r"make of the estimator 'mine' is NearestCentroid\(\), an estimator instead of"):
         registered(NearestCentroid())
@@ -284,6 +285,7 @@ def test_what_makes_an_estimator_is_no_estimator(registered: Callable[..., str],
     assert "cannot be fitted" in broken(registered(lambda: NearestCentroid))[promise]
 
 
+@pytest.mark.slow
 def test_promises_that_are_not_tried_say_why(registered: Callable[..., str]) -> None:
     """What is not run is neither kept nor broken, and the command succeeds."""
     assert not_run(registered(NearestCentroid)) == {
@@ -376,6 +378,7 @@ def test_a_view_that_can_change_is_found() -> None:
     assert PatchResult in extend.views().values() and Loosely in extend.views().values()
 
 
+@pytest.mark.slow
 def test_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(
         "from sklearn.neighbors import NearestCentroid\n"

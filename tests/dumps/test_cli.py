@@ -106,6 +106,7 @@ def test_writers_and_no_probabilities(dump_words: list[str], reference: Dump, tm
     assert not (tmp_path / "f").exists()
 
 
+@pytest.mark.slow
 def test_memory_url(dump_words: list[str], reference: Dump) -> None:
     assert run(*dump_words, "--out", "memory://cli", "--quiet")[0] == 0
     code, out, _ = run("diff", "memory://cli", reference.url, "--quiet")
@@ -709,6 +710,7 @@ def edited(engine: Engine, planned: Planned, edits: list[Edit], tmp_path_factory
     return dump
 
 
+@pytest.mark.slow
 def test_edits_change_the_dump_and_its_plan_says_so(edited: Dump, reference: Dump) -> None:
     assert edited.accepted_digest != reference.accepted_digest
     remarks = diff(edited, reference).remarks
@@ -724,6 +726,7 @@ def test_batch_changes_nothing(
     assert again.digest == edited.digest
 
 
+@pytest.mark.slow
 def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
     opened = Dump.open(edited.url)
     assert opened.manifest.plan == edited.manifest.plan and len(opened.manifest.plan.edits) == 3

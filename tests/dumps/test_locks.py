@@ -146,6 +146,7 @@ def test_what_becomes_of_a_lock_that_is_watched(then: str, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_lease")
 def test_an_owner_that_slept_too_long_leaves_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended beyond its lease, it wakes up while another holds the lock: it does not renew or remove it, and says so."""

@@ -545,6 +545,7 @@ def check_positions(dump: Dump, reference: Dump, mask: np.ndarray) -> None:
         assert torch.equal(dump.to_torch(site).nan_to_num(7), reference.to_torch(site)[mask.tolist()].nan_to_num(7))
 
 
+@pytest.mark.slow
 def test_step_ends(engine: Engine, coin: AnyTask, planned: Planned, tmp_path: Path) -> None:
     """One row per event of the prompt: the token from which the event can be inferred. Labels give the state from there on."""
     dump = written(engine, planned(positions="steps", sites="S"), tmp_path)
@@ -582,6 +583,7 @@ def test_no_rows_at_all(engine: Engine, planned: Planned, tmp_path: Path) -> Non
 # ---- dtypes ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_dtypes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, dtype: torch.dtype) -> None:
     """Sites are rounded to nearest even. bfloat16 stays bfloat16 on disk. Z and the index are not converted."""
@@ -627,6 +629,7 @@ def test_probabilities_without_z(engine: Engine, planned: Planned, reference: Du
     assert dump.index["logprob"].equals(reference.index["logprob"]) and dump.index["entropy"].equals(reference.index["entropy"])
 
 
+@pytest.mark.slow
 def test_without_probabilities(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Both columns are null, all else is the same, nothing is unembedded, and the dump verifies."""
     plan = planned(probabilities=False, sites="STC")

@@ -67,6 +67,7 @@ def test_the_sample_is_drawn_by_its_seed(engine: Engine, reference: Dump, monkey
     assert drawn[0] == drawn[1] and len(set(map(tuple, drawn))) > 1
 
 
+@pytest.mark.slow
 def test_a_sample_of_rows(engine: Engine, reference: Dump) -> None:
     """As many rows as asked for, of many examples, accepted and rejected ones; the verdict says how many of how many."""
     some, total = verify(reference.url, engine, sample=30), reference.manifest.rows
@@ -366,6 +367,7 @@ def test_diff_in_z_names_the_layer(reference: Dump, copy: Path) -> None:
     assert found is not None and (found.what, found.layer) == ("Z.top_logprobs[1, 4]", 1)
 
 
+@pytest.mark.slow
 def test_diff_of_accepted_rows(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Dumps of two drafters differ only in rejected rows."""
     other = written(engine, planned(drafter="tree"), tmp_path)
@@ -478,6 +480,7 @@ def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump
         assert (tmp_path / "d" / name).read_bytes() == Path(reference.url, name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference: Dump, tmp_path: Path) -> None:
     """A run whose examples arrive shuffled is saved as the same dump as one streamed in order."""
     examples = coin.examples(EXAMPLES)
@@ -487,6 +490,7 @@ def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference:
     assert run.save(tmp_path / "d", examples_per_shard=PER_SHARD).digest == reference.digest
 
 
+@pytest.mark.slow
 def test_engine_and_its_past_change_nothing(
     model: Decoder, tokenizer: WordTokenizer, planned: Planned, reference: Dump, tmp_path: Path
 ) -> None:
@@ -501,6 +505,7 @@ def test_engine_and_its_past_change_nothing(
     assert ours and ours <= {*engine.tree.roots(), *(branch.id for branch in kept)}, "nor is their trace"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", ["self", "tree", "model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "forced"))]
 )

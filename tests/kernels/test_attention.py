@@ -290,6 +290,7 @@ def test_widths_that_do_not_fit_are_refused(case):
         attention(s.q, s.k, s.k[..., :400], s.rows, 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "inputs", "outputs"), [(6, 13, 7), (3, 40, 70), pytest.param(128, 128, 512, marks=WIDE)])
 def test_products_by_head_have_the_bits_of_each_head_alone(case, same, heads, inputs, outputs):
     """At any number of rows; weights and rows may be views."""

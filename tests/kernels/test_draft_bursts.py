@@ -225,6 +225,7 @@ def test_rows_that_decode_join_the_pass_of_prompts(monkeypatch: pytest.MonkeyPat
     assert max(steps for _, steps, _ in bursts.calls) > 2, "bursts come back once no prompt waits"
 
 
+@pytest.mark.slow
 def test_a_draft_that_ends_the_sequence_ends_the_window(wrong_drafts: None) -> None:
     """Drafts after a stop token are dropped; a wrong stop token costs nothing."""
     ended = 0

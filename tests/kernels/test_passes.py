@@ -100,6 +100,7 @@ def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
     torch.testing.assert_close(logits(name), theirs, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "qwen3-next" else pytest.param(n, marks=pytest.mark.slow) for n in HYBRIDS])
 @torch.no_grad()
 def test_a_hybrid_has_the_bits_of_a_cpu(name: str, same: Callable[[Tensor, Tensor], None]) -> None:

@@ -433,6 +433,7 @@ def test_a_folder_that_another_worker_starts_meanwhile(tmp_path: Path, monkeypat
     assert folder.WaveFolder.create(tmp_path, plan, 5).wave == 3
 
 
+@pytest.mark.slow
 def test_threads_share_a_folder(tmp_path: Path, reference: Rollouts) -> None:
     branch = path()
     with ThreadPoolExecutor(3) as pool:
@@ -541,6 +542,7 @@ def test_from_a_chain_to_a_dump(tmp_path: Path) -> None:
     assert other.exit_code == 2 and "PlanMismatch" in other.output
 
 
+@pytest.mark.slow
 def test_a_file_of_chains(tmp_path: Path) -> None:
     file = tmp_path / "chains.jsonl"
     tokens = Engine.load("coin-plain").tokens_of(PROMPT)
@@ -691,6 +693,7 @@ def drawn_of_cluster(folder: Path, **more: Any) -> Rollouts:
     return resample_on_cluster("coin-plain", folder, PROMPT, 7, chain=CHAIN, **{**OPTIONS, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_any_number_of_workers(fake: Any, reference_of_cluster: Rollouts, tmp_path: Path, workers: int) -> None:
     ray = fake()

@@ -364,6 +364,7 @@ def test_scores_in_reduced_precision(recipe: ThinkingRecipe, trained: Trained) -
 # ---- replay -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_replayed_with_its_own_tokenizer(recipe: ThinkingRecipe, thinker: ThinkingDecoder, tmp_path: Path) -> None:
     thinking_zoo.save(thinker, recipe.tokenizer(), tmp_path)
     (example,) = zoo.held_out(STATES, 4, 1)
@@ -503,6 +504,7 @@ def test_tested_texts_fit_at_trained_positions(task: str) -> None:
         assert max(sizes) <= most  # `chunked` also refuses longer ones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "chunk"), [("hops", 4), ("counts", 8)])
 def test_a_model_made_by_hand_thinks_where_the_text_does(task: str, chunk: int) -> None:
     (config,) = TINY_SHAPES.values()

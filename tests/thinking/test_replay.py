@@ -497,6 +497,7 @@ def dump(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return written
 
 
+@pytest.mark.slow
 def test_thoughts_are_stored_by_chunk_and_step(dump: Dump, folder: Path) -> None:
     content, c = dump.files.content(0), 2
     index = content.index.to_pandas()

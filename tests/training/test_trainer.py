@@ -86,6 +86,7 @@ def test_it_learns(trained: Decoder) -> None:
     assert after < 0.8 * before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", swept([1, 5, 6, 12], 5))
 def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: Path, stop: int) -> None:
     """Interrupted before the first save, on a save, between two saves, and after the last step."""
@@ -206,6 +207,7 @@ def test_no_held_out_text_is_trained_on() -> None:
         assert not prompts & {example.prompt for example in examples}
 
 
+@pytest.mark.slow
 def test_held_out_is_about_an_eighth() -> None:
     share = sum(map(trainer.is_held_out, PICTURE.of_length(6, 0).examples(2000))) / 2000
     assert 0.10 < share < 0.15
@@ -377,6 +379,7 @@ def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_same(zoo.load(tmp_path)[0], before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 @pytest.mark.parametrize("more", [[], ["--resume"]])
 def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) -> None:
@@ -726,6 +729,7 @@ TINY_OF_VARIABLES = ThinkingRecipe(
 )
 
 
+@pytest.mark.slow
 def test_no_chunk_of_four_words_ends_two_operations() -> None:
     """A chunk has a thought of two words or none, so each operation can continue from the thoughts of all earlier ones."""
     table = trainer_of_thinking.texts_of(replace(TINY_OF_VARIABLES, longest=12), "cpu").table

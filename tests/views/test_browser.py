@@ -415,6 +415,7 @@ OUTSIDE = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
 """words of a drawing beyond its edges"""
 
 
+@pytest.mark.slow
 def test_every_word_of_a_drawing_lies_inside_its_canvas(tab: Any, tmp_path: Path) -> None:
     """All views of tests/drawings.py, each frame of the timeline, and the boards of the docs; a narrow board is found."""
     boards = {file.name: file.read_text() for file in (ROOT / "docs/img").glob("*.svg")}
@@ -430,6 +431,7 @@ def test_every_word_of_a_drawing_lies_inside_its_canvas(tab: Any, tmp_path: Path
     assert tab.evaluate(OUTSIDE)
 
 
+@pytest.mark.slow
 def test_a_picture_shows_what_would_scroll(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:
     """Before a picture of a page is taken, its trees and rows are as high and as wide as they are."""
     unfold, page = runpy.run_path(str(ROOT / "docs/img/draw.py"))["unfold"], rollouts.tree().save(tmp_path / "x.html")

@@ -97,6 +97,7 @@ def test_the_table_says_what_the_run_said(html: str, run: Run) -> None:
         assert rejected == len({(other.fork_position, tuple(other.tokens)) for other in result.rejected})
 
 
+@pytest.mark.slow
 def test_a_dumped_tree_is_the_live_tree(run: Run, dump: Dump) -> None:
     """Log-probs, entropies and lens values read from the files equal the live ones. Labels are added."""
     decode = lambda token: word(run.engine.text, token)  # noqa: E731
@@ -425,6 +426,7 @@ def test_probes_alone_open_with_their_findings(swept: Report) -> None:
 # ---- how it was decoded --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_timelines_can_be_stepped_through_on_the_page(run: Run, dump: Dump) -> None:
     told = run.most_telling()
     page = ReportPage(dump, decoded=(told,), trees=1).html()

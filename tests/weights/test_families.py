@@ -66,6 +66,7 @@ def test_every_refused_model_has_a_known_neighbour() -> None:
         assert model_type not in FAMILIES and missing and set(closest.split()) <= set(FAMILIES)
 
 
+@pytest.mark.slow
 @more
 def test_folders_round_trip_to_the_bit(name: str, tmp_path: Path) -> None:
     """A Hugging Face folder and a checkpoint of ours give the bits of the model in memory."""
@@ -428,6 +429,7 @@ def read(raw: dict[str, Any], folder: Path) -> tuple[ModelConfig, Any]:
     return config, theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", pytest.param("DeepSeek-V2", marks=pytest.mark.slow), "DeepSeek-V3"])
 def test_a_published_config_gives_every_tensor_its_place(name: str, tmp_path: Path) -> None:
     """Of the first sparse layer and those before it, without memory for the weights."""
@@ -501,6 +503,7 @@ def test_forced_experts_bring_their_groups_along(name: str) -> None:
         assert all(len({int(each) // 2 for each in row}) <= 2 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("deepseek-v2-groups", marks=pytest.mark.slow), "deepseek-v3-groups"])
 def test_no_forbidden_expert_is_chosen_in_any_group(name: str) -> None:
     """Every set of forbidden experts that is not refused, also by two edits, leaves enough in whatever groups are chosen."""

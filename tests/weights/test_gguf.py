@@ -153,6 +153,7 @@ def test_every_kind_is_dequantised_to_the_bits_of_gguf(kind: Kind, tmp_path: Pat
         assert torch.equal(ours["blocks.0.mlp.down.weight"], there("blk.0.ffn_down.weight").T.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_our_reader_and_that_of_transformers_agree(kind: Kind, tmp_path: Path) -> None:
     """Weights, and by `check` every layer's output."""

@@ -206,6 +206,7 @@ def test_serving_a_quantised_folder(tmp_path: Path) -> None:
     assert engine.prompt([1, 2, 3]).generate(4).certified
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_the_values_of_its_base(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     plain = write(tmp_path / "quantised", *FORMATS["gptq"])
@@ -511,7 +512,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors, Tenso
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept(MODELS, "qwen3_moe"))
 def test_a_quantised_mixture_loads_to_the_values_that_it_stands_for(name: str, tmp_path: Path) -> None:
     config, quantisation, pack = MODELS[name]
     torch.manual_seed(0)

@@ -114,6 +114,7 @@ def test_folder_of_a_bare_transformer_loads(name: str, tmp_path: Path) -> None:
     assert_same(load(tmp_path), load(hugging_face(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm4-moe", "dots1"])
 def test_no_shared_experts_are_tensors_without_values(name: str, tmp_path: Path) -> None:
     """transformers makes a shared expert of width 0, whose tensors hold nothing. One that holds something is refused."""
@@ -288,6 +289,7 @@ def test_what_is_made_ahead_may_lie_in_two_places_in_turn() -> None:
     assert list(read(fingerprint._ahead(made()))) == list(range(50))
 
 
+@pytest.mark.slow
 def test_gguf_is_the_live_model(tmp_path: Path) -> None:
     """A GGUF file in float32 gives the bits of the model it was written from."""
     write_gguf(hugging_face("llama"), tmp_path / "tiny.gguf")

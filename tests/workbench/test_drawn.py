@@ -99,6 +99,7 @@ def test_the_embedding_does_not_set_the_colours_of_a_lens(served: Engine) -> Non
     assert panels(result.plot())[0].get_title() == "Logit lens: log-probability of ' tails'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "ends"), [((2.0, 3.0), "neither"), ((0.0, 3.0), "min"), ((2.0, 9.0), "max"), ((0.0, 9.0), "both")]
 )
@@ -287,6 +288,7 @@ def test_the_load_of_an_expert_is_the_sum_over_its_tokens() -> None:
     assert np.allclose(load["weight"], found["sum"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_routing_shows_the_heaviest_expert() -> None:
     mixture = MixtureConfig(6, 20, Routing(2), layers=(True, False, True))
     result = routing(Engine(random_model(num_layers=3, mixture=mixture)), [(5 * i * i + 2) % 61 for i in range(9)])

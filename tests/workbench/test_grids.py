@@ -354,6 +354,7 @@ def test_the_lens_is_the_unembedded_residual_stream() -> None:
     assert result.top[-1][-1][0] == " tails" and result.rank[-1, -1] == 0
 
 
+@pytest.mark.slow
 def test_the_lens_of_the_next_token_and_its_pictures() -> None:
     served = Engine.load("coin-plain")
     result = lens(served, COIN.format("heads"))

@@ -202,6 +202,7 @@ def test_when_pages_run_out_requests_wait_or_are_computed_again_to_the_same_bits
             assert len(rows) == branch.length - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [6, 22, 36, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(300, 500))])
 def test_the_oldest_request_finds_the_pages_of_all_others(seed: int) -> None:
     """Requests that fit alone fit together, in any order and after any past. A job that had taken its first page while the
@@ -563,6 +564,7 @@ PENALISED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PENALISED)
 def test_the_second_chain_is_judged_on_its_own_path(name: str) -> None:
     """Chain 0 starts with the token that is right only after chain 1's first one.

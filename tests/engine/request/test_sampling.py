@@ -165,6 +165,7 @@ def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject)
     assert sampling.choose(lowered, path, 1) == drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", swept([0.5, 1.0, 2.0], 0.5))
 def test_draws_are_distributed_like_the_softmax(temperature: float) -> None:
     """Over positions of one seed, and over seeds of one position. The seeds are fixed, so the p-value is a constant."""

@@ -113,6 +113,7 @@ def combined(state: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", COMBINED)
 def test_no_verb_depends_on_many_modes_at_once(state: str, usual: dict[str, Any], tmp_path: Path) -> None:
     within = partial(combined, state)

@@ -633,6 +633,7 @@ def test_parts_of_different_models_are_different_observations() -> None:
         ProbeRows.join(a=of_arrays(keys=range(N)), b=of_arrays(X + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [False, True], ids=["cache", "text"])
 def test_the_same_prompts_in_two_parts_leak_nothing(words: bool) -> None:
     """Coin tosses for prompts that come in two parts, in another order: a probe that saw a prompt in one part is never tested

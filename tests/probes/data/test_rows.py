@@ -255,6 +255,7 @@ def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
     assert fold != dict(zip(roots, splits.fold_of_groups(roots, 5, seed=1), strict=True))
 
 
+@pytest.mark.slow
 def test_parts_and_shifts(engine: Engine) -> None:
     """Two dumps joined: fitted on one wording, tested on the other, and every root is on its task's own side."""
     made = {}
@@ -465,6 +466,7 @@ def test_a_shared_row_is_named(coin: ProbeRows) -> None:
 # Positions and labels that cannot be probed
 
 
+@pytest.mark.slow
 def test_a_position_without_values_is_skipped(coin: ProbeRows) -> None:
     """There is no next action at the query. The other position is probed, and a note says what is missing."""
     how = dict(sites=["blocks.3.hook_in"], permutations=0, controls=False, estimators="ridge")
@@ -534,6 +536,7 @@ def arrays(x: np.ndarray, label: np.ndarray, group: np.ndarray) -> ProbeRows:
     return ProbeRows.of_arrays(x, label, group)
 
 
+@pytest.mark.slow
 def test_documents_of_unequal_length() -> None:
     """Sequences of unequal length are cut to those of four others before they are exchanged, and a note counts the rows that
     are left out. Where that leaves out most of them, a t test finds the label."""

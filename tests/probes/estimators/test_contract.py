@@ -290,6 +290,7 @@ def test_same_call_same_bits() -> None:
     assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 600, 40), (2, 60, 200)], ids=["tall", "wide"])
 def test_threads_change_no_bit(shape: tuple[int, int, int]) -> None:
     """Logistic probes and their scores have the same bits with one thread and with several."""
@@ -409,6 +410,7 @@ def rare(share: float, effect: float, seed: int = 0) -> tuple[np.ndarray, np.nda
 # ---- erasers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [None, LogisticRegression()], ids=["ridge", "logistic"])
 def test_nullspace_projection_erases_a_rare_class(estimator: LogisticRegression | None) -> None:
     """With 95 : 5 labels no classifier beats the majority, yet the label is readable. It is erased all the same."""

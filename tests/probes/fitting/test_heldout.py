@@ -308,6 +308,7 @@ def streamed(cuts: list[int], rows: torch.Tensor = X_OF_STREAMING, values: np.nd
     return stream.moments()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 300), max_size=6))
 def test_pieces_do_not_move_a_bit(cuts: list[int]) -> None:

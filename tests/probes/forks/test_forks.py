@@ -158,6 +158,7 @@ def test_step_down_by_hand() -> None:
         assert (found >= alone).all() and (np.diff(found[np.argsort(-scaled[:, 0], kind="stable")]) >= 0).all()
 
 
+@pytest.mark.slow
 def test_any_draw_may_be_the_observed_one() -> None:
     """Each of 200 draws in turn as the observed one: of equally likely draws, at most 5 % show any unit."""
     generator = np.random.default_rng(0)
@@ -208,6 +209,7 @@ def test_few_rollouts_seldom_seem_far(pair: tuple[float, float]) -> None:
         assert float((np.outer(*chances) * (np.abs(x - y) / n - 0.3 > stats.norm.ppf(level) * spread)).sum()) > 0.015
 
 
+@pytest.mark.slow
 def test_the_error_of_a_family_of_forking_tokens() -> None:
     """40 tokens with two alternatives each, all just at the threshold, 30 rollouts: by all tables, not by drawing some."""
     n, level = 30, 1 - 0.05 / 80
@@ -841,6 +843,7 @@ def test_quick_control() -> None:
     assert not found.held
 
 
+@pytest.mark.slow
 def test_estimates_lose_the_bias_of_counting() -> None:
     """At equal distributions the corrected distance is nearer to 0 than the plug-in one, at far ones no farther off."""
     found = {setting.name: setting.mean(40) for setting in BIASES if "100 rollouts" in setting.name}

@@ -283,6 +283,7 @@ def test_steering_reach(engine: Engine, coin_dump: Dump, monkeypatch: pytest.Mon
         steering_reach(engine, coin_dump, seen, "face", layers=[3])
 
 
+@pytest.mark.slow
 def test_reports_are_saved(transfers: dict[str, Report], report_folder: Any) -> None:
     transfers["face"].save(report_folder)
     assert {path.name for path in report_folder.iterdir()} == {"report.json", "summary.txt", "table.csv", "transfer.png"}
@@ -436,6 +437,7 @@ def test_erasers_keep_the_mean(name: str) -> None:
         assert np.linalg.matrix_rank(moved, tol=1e-6) == eraser.rank
 
 
+@pytest.mark.slow
 def test_rows_that_begin_a_prompt_are_left_out(engine: Engine, coin_dump: Dump) -> None:
     """A prompt that is among the rows, and one that only shares its first step with them."""
     rows = ProbeRows.of(coin_dump).accepted().at("step:1")
@@ -504,6 +506,7 @@ def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
     assert once < 90 and {line["rows"] for line in report.lines} == {line["groups"] for line in report.lines} == {once}
 
 
+@pytest.mark.slow
 def test_one_activation_in_two_tasks(coin_dump: Dump) -> None:
     """Parts with the same rows have nothing to transfer: each row is in one part only, once."""
     rows = ProbeRows.of(coin_dump)

@@ -146,6 +146,7 @@ def test_differences_are_widened_for_folds_too() -> None:
     assert wide.high - wide.low == pytest.approx(np.sqrt(1.625) * (alone.high - alone.low))
 
 
+@pytest.mark.slow
 def test_the_best_of_many_differences() -> None:
     """Twenty null differences: single intervals often miss 0 somewhere, simultaneous ones in one of twenty simulations."""
     roots = np.arange(40).astype(str)
@@ -608,6 +609,7 @@ REPORTS: dict[str, tuple[Callable[[Engine, Dump, Dump], Report], Callable[[list[
 """how each report is made, and for how many folds its intervals must be widened"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPORTS)
 def test_reports_widen_what_was_cross_validated(
     engine: Engine, coin_dump: Dump, steps_dump: Dump, name: str, monkeypatch: pytest.MonkeyPatch
@@ -643,6 +645,7 @@ def test_the_line_of_a_sweep_is_widened(monkeypatch: pytest.MonkeyPatch) -> None
     assert widths[1] > 1.5 * widths[0]
 
 
+@pytest.mark.slow
 def test_intervals_of_few_groups_cover() -> None:
     """Twelve groups with one label each, ridge by plain numpy: the interval holds the mean score in 92 % or more."""
     found, plain = [], []

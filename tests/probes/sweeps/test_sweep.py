@@ -331,6 +331,7 @@ def test_numbers_are_regressed_on() -> None:
         cross_validate(rows.matrix("S", 1), value, rows.roots, estimator="ridge", metric="auroc")
 
 
+@pytest.mark.slow
 def test_length_generalisation(coin_dump: Dump) -> None:
     """Fitted on short prompts and tested on longer ones: there is one fold, and the sizes match."""
     table = sweep(coin_dump, "face", split="length:3", **RIDGE).table.query("label == 'face'")
@@ -536,6 +537,7 @@ def test_controls_of_joined_rows(coin_dump: Dump) -> None:
         assert np.array_equal(both.matrix("S", 2), np.tile(rows.at("query").matrix("S", 2), (2, 1)))
 
 
+@pytest.mark.slow
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
     """An action, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
     report = sweep(coin_dump, "last_action", **(RIDGE | {"positions": "step", "layers": [0]}))
