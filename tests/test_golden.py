@@ -11,7 +11,8 @@ KNOWN = read()
 LONG = (
     "questions", "reproduce", "sweeps", "probes with options", "estimators", "page", "shell", "patch", "rarer", "attribution",
     "lens", "attention routing compare", "saved probes", "dumps with options", "rows", "ablate and steer", "graphs", "dumps",
-    "tasks", "solver steps", "evaluation", "fork statistics", "resampling", "features", "statistics with options",
+    "tasks", "replay", "commands", "small caches", "solver steps", "evaluation", "fork statistics", "resampling", "features",
+    "statistics with options",
 )  # fmt: skip
 """groups of a second and more: what they ask has tests of its own, and a change that moves verbs runs `make slow`"""
 

@@ -47,7 +47,7 @@ REASONS = {"end token": "eos", "stop string": "stop", "answer": "answer", "lengt
 """what ends a request -> its finish reason"""
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
-WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential")
+WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential", "llama")
 """families whose wiring others cover"""
 HYBRID = ("qwen3-next",)
 """hybrids that are not slow: gated delta nets and attention, with experts"""

@@ -109,7 +109,7 @@ def test_sinks_in_a_long_prefill(case, same, d_head):
     assert not torch.equal(attention(s.q, s.k, s.v, rows, 0.3), whole), "control: the sinks matter"
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), pytest.param(5.0, 19, marks=pytest.mark.slow), (0.0, 600)])
+@pytest.mark.parametrize(("softcap", "window"), swept([(0.0, 0), (5.0, 19), (0.0, 600)], (0.0, 600)))
 def test_decode_window_and_prefill_agree(case, same, softcap, window):
     if window == 600 and not case.gpu:
         window = 21  # as many splits in the interpreter's small blocks

@@ -143,6 +143,7 @@ def router_sites(model: Decoder) -> frozenset[str]:
     return frozenset(s for block in model.blocks if isinstance(block.mlp, Mixture) for s in block.mlp.own_sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ROUTINGS])
 def test_a_path_alone_and_in_company(name: str) -> None:
     """The bits are the same, also when every site of the mixture is captured; the function is plain PyTorch's."""

@@ -473,6 +473,7 @@ def test_rows_are_those_of_the_path_alone(reference: Rollouts) -> None:
     assert first == len(reference.index) == len(reference.states[PATTERN])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wave, replace", covering([1, 4, 100], [None, [8, 9]]))
 def test_waves_and_folders_change_no_bit(wave: int, replace: list[int] | None, tmp_path: Path, reference: Rollouts) -> None:
     whole = drawn(replace=replace) if replace else reference

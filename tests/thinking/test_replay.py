@@ -118,6 +118,7 @@ def test_every_road_has_the_bits_of_one_row_at_a_time(subject: Subject, guess: G
     engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut", [(1, 16), *(pytest.param(cut, marks=pytest.mark.slow) for cut in ((4, 16), (16, 17), (1, 512)))]
 )

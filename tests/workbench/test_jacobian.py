@@ -76,6 +76,7 @@ def test_nothing_passes_between_positions(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(fit_jacobian_lens(engine, TEXTS).weight, right.weight)
 
 
+@pytest.mark.slow
 def test_the_means_map_to_each_other() -> None:
     engine = Engine(random_model(1, gain=4.0))
     fitted = fit_jacobian_lens(engine, TEXTS, first=0)

@@ -126,6 +126,7 @@ def test_path_is_one_fit_after_another(kind: str) -> None:
         assert torch.allclose(found.weight, alone.weight, atol=1e-6) and torch.allclose(found.bias, alone.bias, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effect, kind", covering([0.0, 0.7], ["logistic", "ridge"]))
 def test_choice_is_that_of_a_loop_over_scikit_learn(kind: str, effect: float) -> None:
     """The same C as by fitting every C on every inner fold, and the same predictions."""
