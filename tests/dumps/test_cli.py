@@ -718,15 +718,6 @@ def test_edits_change_the_dump_and_its_plan_says_so(edited: Dump, reference: Dum
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 64])
-def test_batch_changes_nothing(
-    engine: Engine, planned: Planned, edits: list[Edit], edited: Dump, tmp_path: Path, batch: int
-) -> None:
-    again = written(engine, planned(edits=edits), tmp_path / "d", batch=batch)
-    assert again.digest == edited.digest
-
-
-@pytest.mark.slow
 def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
     opened = Dump.open(edited.url)
     assert opened.manifest.plan == edited.manifest.plan and len(opened.manifest.plan.edits) == 3

@@ -143,15 +143,6 @@ def test_a_second_ctrl_c_is_not_held_back() -> None:
         pytest.fail("the second one was held back, too")
 
 
-@pytest.mark.slow
-def test_interrupted_twice(trained: Decoder, tmp_path: Path) -> None:
-    state = tmp_path / "training.safetensors"
-    for stop in (4, 9):
-        with pytest.raises(Interrupted):
-            trainer.train(TINY, state=state, save_every=2, after_step=interrupt_at(stop))
-    assert_same(trainer.train(TINY, state=state), trained)
-
-
 def test_a_crash_while_saving_leaves_the_older_save(trained: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tmp_path / "training.safetensors"
     with pytest.raises(Interrupted):

@@ -73,8 +73,6 @@ def outside(figure: Figure) -> list[float]:
     return [float(-box.x0), float(-box.y0), float(box.x1 - width), float(box.y1 - height)]
 
 
-ALIKE = {"lens entropy", "lens kl", "lens logprob", "patch raw", "attention layer", "attention head", "routing load"}
-"""figures with the shape of another one and other numbers"""
 WITH_A_LEGEND = {"rollouts", "curve", "resilience", "siblings", "sweep curves", "steer"}
 
 
