@@ -50,6 +50,7 @@ def test_logits_are_hugging_faces(name: str) -> None:
     load(hugging_face(name), check=True)
 
 
+@pytest.mark.slow
 def test_the_page_of_models_is_up_to_date() -> None:
     """`python -m tests.weights.models_page` writes it."""
     assert PAGE.read_text() == page(PAGE.read_text())
