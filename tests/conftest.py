@@ -25,13 +25,14 @@ from tests.engine.coin_engine import fresh  # noqa: E402
 from tests.processes import own_certificates  # noqa: E402, F401
 
 LONG = (
-    "test_options.py",
-    "test_golden.py", "probes/questions/test_questions.py", "thinking/test_replay.py", "engine/test_contract.py",
-    "kernels/test_passes.py", "docs/test_pages.py", "views/test_report.py", "views/test_browser.py", "workbench/test_drawn.py",
-    "workbench/test_grids.py",
-    "probes/fitting/test_heldout.py", "probes/sweeps/test_sweep.py", "engine/loop/test_drafters.py", "test_imports.py",
-    "thinking/test_model.py", "kernels/test_cpu.py", "test_demo.py", "notebooks/test_notebooks.py", "test_boundary.py",
-    "test_extend.py", "weights/test_families.py", "dumps/test_verify.py", "dumps/test_cli.py", "test_files.py",
+    "test_options.py", "test_imports.py", "engine/test_contract.py", "test_package.py", "probes/sweeps/test_sweep.py",
+    "extras/test_ranks.py", "test_extend.py", "engine/serving/test_bad_input.py", "docs/test_pages.py",
+    "engine/passes/test_thread_counts.py", "workbench/test_grids.py", "dumps/test_cli.py",
+    "probes/estimators/test_contract.py", "test_golden.py", "thinking/test_replay.py", "dumps/test_verify.py",
+    "gradients/test_gradients.py", "test_boundary.py", "docs/test_shell.py", "weights/test_check.py",
+    "gradients/test_recurrent.py", "views/test_figures.py", "probes/questions/test_questions.py",
+    "engine/proof/test_trace.py", "weights/test_families.py", "training/test_trainer.py", "views/test_report.py",
+    "test_demo.py", "docs/test_words.py", "weights/test_weights.py", "tasks/test_conformance.py",
 )  # fmt: skip
 """files that take ten seconds and more: `make test` begins with them, so that no process is left alone with one at the end"""
 

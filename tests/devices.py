@@ -1,4 +1,4 @@
-"""Parameters of tests: devices (the CPU, and a CUDA device under the marker `gpu`), and products of values."""
+"""Parameters of tests: devices (the CPU, and a CUDA device under the marker `gpu`), sweeps and products of values."""
 
 from collections.abc import Iterable
 from itertools import chain, product
@@ -15,6 +15,14 @@ def with_devices(names: tuple[str, ...], slow: tuple[str, ...] = (), cpu_only: t
     on_cpu = [pytest.param((name, "cpu"), id=name, marks=[pytest.mark.slow] if name in slow else []) for name in names]
     on_cuda = [name for name in names if name not in cpu_only]
     return [*on_cpu, *(pytest.param((name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in on_cuda)]
+
+
+def swept(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """`values` for `parametrize`, with tuples spread. All but `kept`, which try each mechanism once, are slow."""
+    each = [value if isinstance(value, tuple) else (value,) for value in values]
+    found = [value if len(value) > 1 else value[0] for value in each]
+    assert all(value in found for value in kept), "what is kept is among the values"
+    return [pytest.param(*one, marks=() if value in kept else pytest.mark.slow) for one, value in zip(each, found, strict=True)]
 
 
 def covering(*axes: Iterable[Any]) -> list[object]:

@@ -1,6 +1,7 @@
 """Tiny random Hugging Face models of every supported family, built on demand."""
 
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.devices import swept
 from tests.mixtures import MIXTURES
 from tests.tiny_shapes import HYBRIDS, LATENT_MODELS, LONG, ONE_KV, SMALL, TWO_KV, TYPES, YARN, rope
 
@@ -31,6 +33,12 @@ LLAMA3 = {
 
 ALIKE = ("llama3", "mistral", "qwen2", "neox-sequential")
 """families that compute what others do, with other angles, windows, biases or order; slow where arithmetic is the subject"""
+CORE = (
+    "llama", "mistral", "qwen3", "gpt2", "gemma2", "phi", "bloom", "cohere", "gpt-oss", "deepseek-v2", "deepseek-v3-groups",
+    "lfm2", "qwen3-next", "mamba2",
+)  # fmt: skip
+"""one of each mechanism: windows, norms of heads, learned positions, caps, parallel blocks, biases by distance, factors, sinks
+with experts, latent attention, experts in groups, and the kinds of recurrent layers"""
 NAMES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "gpt2", "neox", "neox-sequential", "gemma2", "gemma3")
 
 FALCON = dict(
@@ -218,6 +226,12 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     **MIXTURES,
     **HYBRIDS,
 }
+
+
+def core(names: Iterable[str]) -> list[Any]:
+    """Names of families for `parametrize`: those outside CORE are slow."""
+    names = tuple(names)
+    return swept(names, *(name for name in CORE if name in names))
 
 
 def hugging_face_folder(name: str, to: Path) -> Path:

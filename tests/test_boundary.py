@@ -38,6 +38,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
 from tests import golden_calls
 from tests.boundary_calls import GROUPS as MORE
+from tests.devices import swept
 from tests.golden import Walk, answers_of, error
 from tests.golden_inside import GROUPS
 from tests.hostile import COMBINED, MODES, hostile
@@ -249,7 +250,7 @@ def test_a_module_is_compiled_in_the_usual_modes(tmp_path: Path) -> None:
 ALL = {**GROUPS, **MORE}
 SHORT = ("branches", "edits", "fork statistics", "features", "arrays", "conversation", "builders")
 """groups that are run in each mode by itself"""
-ALWAYS = {*SHORT, *MORE} - {"rest", "edits", "fork statistics", "branches"}
+ALWAYS = {"features", "arrays", "conversation", "recorded", "texts of tasks"}
 """those that are run in one state of many modes without being asked for; of passes, `derived` is run in every mode"""
 _OF_A_RUN = re.compile(rf",\s+dtype=torch\.\w+(?=\))|object at 0x\w+|{re.escape(tempfile.gettempdir())}/[\w.-]+")
 """what is another in each run: places, and the dtype that torch writes behind a tensor where it is not the default one"""
@@ -404,7 +405,19 @@ def derived_usually() -> dict[str, str]:
     return {key: Bits(value).digest() for key, value in derived().items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    swept(
+        MODES,
+        "rounding up",
+        "inference mode",
+        "the meta device",
+        "fake tensors",
+        "float64 by default",
+        "three decimal digits",
+        "two threads",
+    ),
+)
 def test_what_is_derived_from_passes_does_not_depend_on_a_mode(mode: str) -> None:
     usually = derived_usually()  # first: what calls take is made in the usual modes
     with MODES[mode]():

@@ -189,7 +189,8 @@ def of_forks(engine: Engine) -> dict[str, Citable]:
     }
 
 
-def test_every_result_is_cited(engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drawn", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_every_result_is_cited(engine: Engine, drawn: bool, tmp_path: Path) -> None:
     """Its digest is that of another engine, in another order, with other branches around; figures name what they show."""
     jacobian, fresh = fit_jacobian_lens(engine, ["A coin's state"]), Engine.load("coin-plain", max_rows=64)
     made = answers(engine, jacobian)
@@ -202,7 +203,7 @@ def test_every_result_is_cited(engine: Engine, tmp_path: Path) -> None:
         assert cited.identifier == again[name].cite().identifier == str(Identifier(result.digest)), name
         assert all(word in cited.text for word in ("replaylens 0.1.0", "portable-1", engine.fingerprint.weights)), name
         assert cited.bibtex.startswith("@misc{replaylens-")
-    for kind, result in {type(each): each for each in made.values()}.items():  # drawing takes longest
+    for kind, result in {type(each): each for each in made.values() if drawn}.items():  # takes longest
         result.plot().savefig(tmp_path / "drawn.svg")  # type: ignore[attr-defined]
         stamp = stamp_of((tmp_path / "drawn.svg").read_bytes())
         assert stamp is not None and stamp.intact and stamp.source == result.cite().identifier, kind
@@ -264,6 +265,7 @@ def test_a_figure_carries_its_digest(tmp_path: Path, kind: str) -> None:
     assert found is not None and found.identifier == one.identifier and not found.intact
 
 
+@pytest.mark.slow
 def test_a_png_is_still_a_png(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
@@ -292,6 +294,7 @@ def test_a_report_page_names_its_dump_and_how_to_make_it_again(run: Run, folder:
     assert "rl-again" not in ReportPage(probes=(made_report(run),)).html()
 
 
+@pytest.mark.slow
 def test_a_page_names_all_that_it_shows(engine: Engine, run: Run, folder: Path, tmp_path: Path) -> None:
     """Dump and reports are given as they are, or by path; whatever is shown is found by its identifier."""
     found, result = Rollouts.load(folder / "rollouts"), rl.lens(engine, PROMPT)
@@ -322,6 +325,7 @@ def test_a_page_names_all_that_it_shows(engine: Engine, run: Run, folder: Path, 
 # ---- verify ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_verify_finds_each_kind(run: Run, folder: Path) -> None:
     dump = Dump.open(folder / "dump")
     figure = stamp_of((folder / "report" / "transfer.png").read_bytes())
@@ -338,6 +342,7 @@ def test_verify_finds_each_kind(run: Run, folder: Path) -> None:
         assert code == 0 and out.startswith("verified") and said in out, out
 
 
+@pytest.mark.slow
 def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Path, tmp_path: Path) -> None:
     """Probes by file, by the name that both files share, and by folder; a part of something larger names that."""
     for name, kind in (KINDS | {"sweep": SWEEP}).items():
@@ -365,6 +370,7 @@ def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Pat
         assert "replaylens doctor" in called("verify", tmp_path / path)[1]
 
 
+@pytest.mark.slow
 def test_a_result_without_a_file_says_how_it_is_made_again(engine: Engine, tmp_path: Path) -> None:
     """With a figure of it there, its name, too."""
     result = rl.lens(engine, PROMPT)

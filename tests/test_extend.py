@@ -33,6 +33,7 @@ from replaylens.tasks.coin import Coin
 from replaylens.tasks.errors import BadTask
 from replaylens.weights.families import FAMILIES
 from replaylens.workbench.patch import PatchResult
+from tests.devices import swept
 from tests.families import hugging_face
 
 
@@ -189,7 +190,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow if what == "a margin" else ()) for what in OTHERS])
+@pytest.mark.parametrize("what", swept(OTHERS, "predictions only"))
 def test_whatever_follows_scikit_learns_contract_is_a_probe(what: str, registered: Callable[..., str]) -> None:
     assert broken(registered(*OTHERS[what])) == {}
 
@@ -268,6 +269,7 @@ def test_fits_that_do_not_converge_are_counted_in_one_line(how: dict[str, Any], 
     assert len(other) == (0 if how.get("backend") == "loky" else 60), "those of another process are shown there"
 
 
+@pytest.mark.slow
 def test_what_makes_an_estimator_is_no_estimator(registered: Callable[..., str], tmp_path: Path) -> None:
     with pytest.raises(ProbeError, match=r"make of the estimator 'mine' is NearestCentroid\(\), an estimator instead of"):
         registered(NearestCentroid())
@@ -283,6 +285,7 @@ def test_what_makes_an_estimator_is_no_estimator(registered: Callable[..., str],
     assert "cannot be fitted" in broken(registered(lambda: NearestCentroid))[promise]
 
 
+@pytest.mark.slow
 def test_promises_that_are_not_tried_say_why(registered: Callable[..., str]) -> None:
     """What is not run is neither kept nor broken, and the command succeeds."""
     assert not_run(registered(NearestCentroid)) == {
@@ -318,6 +321,7 @@ def test_a_fault_in_an_estimator_is_found(fault: str, promise: str, registered: 
     assert promise in broken(registered(partial(Nearest, fault)))
 
 
+@pytest.mark.slow
 def test_an_estimator_without_coefficients_is_not_linear(registered: Callable[..., str]) -> None:
     assert "has no coefficients" in broken(registered(NearestCentroid, linear=True))["its direction can be read"]
 
@@ -374,6 +378,7 @@ def test_a_view_that_can_change_is_found() -> None:
     assert PatchResult in extend.views().values() and Loosely in extend.views().values()
 
 
+@pytest.mark.slow
 def test_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.py").write_text(
         "from sklearn.neighbors import NearestCentroid\n"
@@ -388,6 +393,7 @@ def test_code_of_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         del ESTIMATORS["centroid"]
 
 
+@pytest.mark.slow
 def test_places_that_lack_a_name_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The checkout's own files, without the task in one of them."""
     for file in extend.PLACES["task"]:

@@ -42,6 +42,7 @@ from replaylens.tasks.errors import TaskError
 from replaylens.training import embedded as zoo
 from replaylens.training.trainer import load_state, save_state
 from replaylens.views.report import ReportPage
+from tests.devices import swept
 from tests.drawings import rollout_tree, timeline
 
 ABOUT = {"id": "i", "name": "n", "author": "a", "category": "c", "modelId": "m", "license": "MIT", "tasks": ["t"]}
@@ -304,7 +305,7 @@ STOPPED = [name for name in KINDS if name not in ("figure", "tree")]
 """those two are written as pages are"""
 
 
-@pytest.mark.parametrize("name", STOPPED)
+@pytest.mark.parametrize("name", swept(STOPPED, "probe", "report"))
 def test_a_kill_between_any_two_steps_leaves_one_whole_save(tmp_path: Path, name: str) -> None:
     """SIGKILL before each change of the disk, and within each write: a reader finds the older save or the newer one. The next
     save works, and leaves no temporary file of a pair behind."""

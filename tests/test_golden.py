@@ -10,7 +10,9 @@ from tests.golden_inside import GROUPS
 KNOWN = read()
 LONG = (
     "questions", "reproduce", "sweeps", "probes with options", "estimators", "page", "shell", "patch", "rarer", "attribution",
-    "lens", "attention routing compare", "saved probes", "dumps with options",
+    "lens", "attention routing compare", "saved probes", "dumps with options", "rows", "ablate and steer", "graphs", "dumps",
+    "tasks", "replay", "commands", "small caches", "solver steps", "evaluation", "fork statistics", "resampling", "features",
+    "statistics with options",
 )  # fmt: skip
 """groups of a second and more: what they ask has tests of its own, and a change that moves verbs runs `make slow`"""
 

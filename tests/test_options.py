@@ -1922,19 +1922,23 @@ def noticed(name: str, option: str, first: Any) -> bool:
             ignores.clear()
 
 
-LONG = (
+LONG = {f"rl.probes.{name}" for name in (
     "steering_reach", "text_or_truth", "transfer", "transfer_across", "ablate", "judge", "amnesic", "interchange", "steer",
-    "outcome_at_fork", "find_direction", "viable_branch", "untrained_rows", "AttentiveProbe",
-)  # fmt: skip
-"""calls of probes that take half a second"""
+    "outcome_at_fork", "find_direction", "viable_branch", "untrained_rows", "AttentiveProbe", "Report.save", "by_acceptance",
+    "CcsProbe", "fit_streaming", "outcome_probe", "ProbeRows.of_results", "sweep", "forced_rows", "sibling_divergence",
+    "Report.curves", "forking_tokens", "with_features", "placebo_probes", "Report.heatmap", "complexity_curve",
+    "counterfactual_importance", "importance", "resilience", "ChosenProbe",
+)} | {
+    "rl.attribution_graph", "rl.path_patch", "rl.patch", "rl.steer", "rl.report", "rl.Branch.state", "rl.Run.save", "rl.ablate",
+    "rl.Branch.stream_rollouts", "rl.integrated_gradients", "rl.Engine", "rl.Engine.load", "rl.SparseFeatures.generate",
+    "rl.Dump.statistics", "rl.Rollouts.settled", "$ probe", "$ dump", "$ steer", "$ report", "$ resample", "$ verify",
+}  # fmt: skip
+"""calls that take a third of a second"""
 
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [
-        pytest.param(*pair, marks=pytest.mark.slow if pair[0].removeprefix("rl.probes.") in LONG else (), id=" ".join(pair))
-        for pair in EFFECTS
-    ],
+    [pytest.param(*pair, marks=pytest.mark.slow if pair[0] in LONG else (), id=" ".join(pair)) for pair in EFFECTS],
 )
 def test_an_option_does_what_it_should(name: str, option: str) -> None:
     """And what is predicted does not hold where the option is ignored."""

@@ -26,6 +26,7 @@ from replaylens.engine.terminal import hidden
 from replaylens.extras.cluster import dump_on_cluster
 from replaylens.probes.settings import SweepKeywords, SweepSettings
 from replaylens.thinking.core import ThinkingEngine
+from tests.devices import swept
 
 ROOT = Path(__file__).parents[1]
 CONFIG = f"""
@@ -94,11 +95,13 @@ def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [line.partition("snippet.py:")[2] for line in said.splitlines() if ": error:" in line]
 
 
+@pytest.mark.slow
 def test_correct_code_passes(complaints: list[str]) -> None:
     first_bad = len(GOOD.splitlines()) + 1
     assert [line for line in complaints if int(line.partition(":")[0]) < first_bad] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", BAD)
 def test_a_mistake_is_an_error(complaints: list[str], mistake: str) -> None:
     at = len(GOOD.splitlines()) + 1 + list(BAD).index(mistake)
@@ -108,18 +111,24 @@ def test_a_mistake_is_an_error(complaints: list[str], mistake: str) -> None:
 
 @pytest.mark.parametrize(
     "typed, offered",
-    [
+    swept(
+        [
+            ("rl.", "Engine"),
+            ("rl.Engine.lo", "load"),
+            ("rl.probes.swe", "sweep"),
+            ("rl.tasks.ge", "get"),
+            ("rl.errors.BadR", "BadRequest"),
+            ("rl.Engine.load('coin-plain', cache_t", "cache_tokens="),
+            ("rl.Engine.load('coin-plain').prompt('x', top", "top_k="),
+            ("rl.Engine.load('coin-plain').prompt('x').generate(2, dra", "drafter="),
+            ("rl.Engine.load('coin-plain').prompt('x').stream_rollouts(2, max", "max_new="),
+            ("rl.probes.sweep(rl.Dump.open('x'), fol", "folds="),
+        ],
         ("rl.", "Engine"),
-        ("rl.Engine.lo", "load"),
         ("rl.probes.swe", "sweep"),
-        ("rl.tasks.ge", "get"),
         ("rl.errors.BadR", "BadRequest"),
-        ("rl.Engine.load('coin-plain', cache_t", "cache_tokens="),
-        ("rl.Engine.load('coin-plain').prompt('x', top", "top_k="),
         ("rl.Engine.load('coin-plain').prompt('x').generate(2, dra", "drafter="),
-        ("rl.Engine.load('coin-plain').prompt('x').stream_rollouts(2, max", "max_new="),
-        ("rl.probes.sweep(rl.Dump.open('x'), fol", "folds="),
-    ],
+    ),
 )
 def test_an_editor_completes(typed: str, offered: str) -> None:
     project = jedi.Project(ROOT, sys_path=[str(ROOT / "src"), *sys.path])

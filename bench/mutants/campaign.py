@@ -129,7 +129,7 @@ class Campaign:
 
     def _pytest(self, tests: Sequence[str], copy: Path, limit: float) -> tuple[int | None, str]:
         """(exit status or None after a timeout, output) of tests in a copy."""
-        options = ["-q", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-p", PLUGIN]
+        options = ["-q", "-m", "not gpu", "-x", "-rf", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-p", PLUGIN]
         own = {
             "PYTHONPATH": str(copy / "src"),
             "PYTHONDONTWRITEBYTECODE": "1",

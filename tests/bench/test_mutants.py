@@ -26,17 +26,6 @@ def test_every_mutant_can_be_planted(mutant: Mutant) -> None:
         file, _, name = test.partition("[")[0].partition("::")
         source = (ROOT / file).read_text()
         assert re.search(rf"^def {name or 'test_'}", source, re.MULTILINE), f"there is no {test}"
-        assert not (name and is_slow(source, name)), f"the campaign does not run slow tests: {test}"
-
-
-def is_slow(source: str, name: str) -> bool:
-    """Whether the whole test stands behind the marker."""
-    return re.search(rf"^@pytest\.mark\.slow\n(?:.+\n)*?def {name}\(", source, re.MULTILINE) is not None
-
-
-def test_a_slow_test_is_known() -> None:
-    plain, slow = "def test_a() -> None:\n    pass\n", "@pytest.mark.slow\n@more\ndef test_b() -> None:\n    pass\n"
-    assert is_slow(slow + "\n\n" + plain, "test_b") and not is_slow(slow + "\n\n" + plain, "test_a")
 
 
 def test_the_table_covers_what_carries_promises() -> None:

@@ -176,6 +176,7 @@ def test_portable_results_are_of_todays_arithmetic() -> None:
     assert len(portable) > 10 and [name for name, case in portable if case.get("digest", today) != today] == []
 
 
+@pytest.mark.slow
 def test_the_command_rewrites_what_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

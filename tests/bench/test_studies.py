@@ -15,6 +15,7 @@ from bench.studies import what_decides as study
 from bench.studies.__main__ import STUDIES
 from bench.studies.told import ShownCoin, ToldBoxes, TwoPeople
 from replaylens.tasks.conformance import check
+from tests.devices import swept
 
 RECORDS = sorted((common.HERE / "results").glob("*.json"))
 
@@ -66,7 +67,7 @@ def test_state_tracking_quick(out: Path) -> None:
     assert part["patching"]["other face"]["query"]["S3"]["value"] > 0.8
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", swept(STUDIES, "what_decides", "reproduce"))
 def test_the_figure_follows_the_viewers_scheme_and_says_what_it_shows(name: str, tmp_path: Path) -> None:
     text = (common.HERE / "figures" / f"{name}.svg").read_text()
     assert "prefers-color-scheme:dark" in text and "var(--text)" in text and "#000000" not in text
@@ -100,6 +101,7 @@ PROMISES = {
 """what rows of any path rest on"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [ShownCoin(rendering="steps", flips=(1, 3)), ToldBoxes(boxes=3, moves=(1, 3)), TwoPeople()])
 def test_tasks_keep_what_rows_of_any_path_rest_on(task: Any) -> None:
     found = {each.promise: each.problem for each in check(task, 4)}
@@ -179,6 +181,7 @@ def test_examples_of_the_prompt_are_right() -> None:
         assert said is not None and said.outcome == {"arithmetic": "9", "tracking": "green"}[kind]
 
 
+@pytest.mark.slow
 def test_simulated_errors_are_rarer_than_alpha() -> None:
     lines = study.simulate(150, 60)["truths"]
     assert all(line["errors"] <= study.ALPHA + 2 * np.sqrt(study.ALPHA / 150) for line in lines.values())

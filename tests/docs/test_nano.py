@@ -178,6 +178,7 @@ def test_interval(script: Any) -> None:
     assert script.row(0.5, 100) == "50.0% | 40% to 60%" and script.row(1.0, 10).startswith("100.0% | 72% to 100%")
 
 
+@pytest.mark.slow
 def test_forks_on_a_model_that_follows_the_text(script: Any, engine: rl.Engine, tmp_path: Path) -> None:
     """Known outcomes: the embedded model states the right face on truthful forks, and believes the lie on the others."""
     report = script.forks(engine, 40, tmp_path, print)

@@ -38,8 +38,8 @@ from tests.docs.pages import FEWEST_PERMUTATIONS, GIVEN, NOT_RUN, PROCESS, SMALL
 
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, *NOTES]}
 RUN = [page for page in PAGES if any(b.language in ("sh", "python") for b in blocks(page, TEXTS[page]))]
-LONG = ("docs/workbench.md", "docs/branches.md", "docs/models.md")
-"""pages whose examples take more than five seconds: `make slow` runs them"""
+LONG = ("docs/workbench.md", "docs/branches.md", "docs/models.md", "docs/probes.md", "docs/extending.md", "docs/tasks.md")
+"""pages whose examples take more than four seconds: `make slow` runs them"""
 
 
 def smaller(text: str) -> str:

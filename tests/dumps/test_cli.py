@@ -85,6 +85,7 @@ def test_dump(dump_words: list[str], reference: Dump, tmp_path: Path, watched: N
     assert code == 0 and err == "" and (facts["digest"], facts["rows"]) == (reference.digest, reference.manifest.rows)
 
 
+@pytest.mark.slow
 def test_parts(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     code, out, _ = run(*dump_words, "--out", tmp_path, "--shard", "1/2", "--quiet")
     assert code == 0 and "the dump is not finished yet" in out
@@ -92,6 +93,7 @@ def test_parts(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["digest"] == reference.digest
 
 
+@pytest.mark.slow
 def test_writers_and_no_probabilities(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     code, out, _ = run(*dump_words, "--out", tmp_path / "d", "--writers", 2, "--json", "--quiet")
     assert code == 0 and json.loads(out)["digest"] == reference.digest
@@ -104,6 +106,7 @@ def test_writers_and_no_probabilities(dump_words: list[str], reference: Dump, tm
     assert not (tmp_path / "f").exists()
 
 
+@pytest.mark.slow
 def test_memory_url(dump_words: list[str], reference: Dump) -> None:
     assert run(*dump_words, "--out", "memory://cli", "--quiet")[0] == 0
     code, out, _ = run("diff", "memory://cli", reference.url, "--quiet")
@@ -200,6 +203,7 @@ def test_inspect(reference: Dump, tmp_path: Path) -> None:
     assert code == 2 and "Resume the dump" in err
 
 
+@pytest.mark.slow
 def test_what_was_computed_and_what_is_stored(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     """`dump`, `inspect` and `diff` name both; the arithmetic of one with other numbers is that of its fingerprint."""
     computed = "portable-1 (float32, the same bits on every machine)"
@@ -298,6 +302,7 @@ def test_verify_with_another_model(reference: Dump, model_folder: Path, tmp_path
     assert code == 2 and out.startswith("other fingerprint") and "weights: " in out
 
 
+@pytest.mark.slow
 def test_the_embedded_model_that_made_a_dump_is_found(tmp_path: Path, reference: Dump, copy: Path) -> None:
     """Finds also a Thinking-States model. If the model is not embedded, the command asks for --model but still checks the
     files."""
@@ -390,6 +395,7 @@ def test_shards_without_a_plan_are_nobodys(
     assert made.digest == reference.digest
 
 
+@pytest.mark.slow
 def test_a_dump_says_which_task_it_takes(tmp_path: Path) -> None:
     """First of all, where none was given; what is printed as JSON stays JSON."""
     words = ("dump", "--n", "1", "--sites", "S", "--quiet", "--out")
@@ -704,26 +710,21 @@ def edited(engine: Engine, planned: Planned, edits: list[Edit], tmp_path_factory
     return dump
 
 
+@pytest.mark.slow
 def test_edits_change_the_dump_and_its_plan_says_so(edited: Dump, reference: Dump) -> None:
     assert edited.accepted_digest != reference.accepted_digest
     remarks = diff(edited, reference).remarks
     assert any("other interventions" in line for line in remarks)
 
 
-@pytest.mark.parametrize("batch", [1, 64])
-def test_batch_changes_nothing(
-    engine: Engine, planned: Planned, edits: list[Edit], edited: Dump, tmp_path: Path, batch: int
-) -> None:
-    again = written(engine, planned(edits=edits), tmp_path / "d", batch=batch)
-    assert again.digest == edited.digest
-
-
+@pytest.mark.slow
 def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
     opened = Dump.open(edited.url)
     assert opened.manifest.plan == edited.manifest.plan and len(opened.manifest.plan.edits) == 3
     assert verify(edited.url, engine, sample="all").status == VERIFIED
 
 
+@pytest.mark.slow
 def test_rejected_paths_are_recomputed_under_the_edits(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, edits: list[Edit], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.extras import cluster
 from replaylens.extras.cluster import dump_on_cluster
 from replaylens.tasks.task import AnyTask
+from tests.devices import swept
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD
 from tests.dumps.fake_ray import FakeRay, RayError
 
@@ -57,7 +58,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRay]:
     return install
 
 
-@pytest.mark.parametrize("workers", [None, 1, pytest.param(3, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("workers", swept([None, 1, 3, 7], 7))
 def test_any_number_of_workers(fake: Any, model_folder: Path, reference: Dump, tmp_path: Path, workers: int | None) -> None:
     """One worker per slot by default, and never more than there are shards."""
     ray = fake()
@@ -163,6 +164,7 @@ def test_work_is_waited_for_without_a_limit(fake: Any, model_folder: Path, refer
         dump_on_cluster(str(model_folder), tmp_path / "died", "coin", EXAMPLES, workers=1, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_start_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray does not say how far it is, so a thread does."""
     ray, said = pytest.importorskip("ray"), threading.Event()

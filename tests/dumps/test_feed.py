@@ -19,6 +19,7 @@ from replaylens.dumps.feed import RowOrder, permuted
 from replaylens.dumps.reader import Dump
 from replaylens.dumps.store import Store
 from replaylens.engine.errors import BadRequest
+from tests.devices import swept
 
 SITE, OTHER = "blocks.1.hook_in", "blocks.0.mlp.hook_out"
 
@@ -61,7 +62,7 @@ def same(mine: list[dict[str, Tensor]], yours: list[dict[str, Tensor]]) -> bool:
 
 
 @pytest.mark.parametrize("shuffle", ["rows", "blocks", None])
-@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 33, 200, 1001])
+@pytest.mark.parametrize("count", swept([1, 2, 7, 8, 9, 33, 200, 1001], 1, 8, 33))
 def test_every_row_once_per_epoch(shuffle: str | None, count: int) -> None:
     order = RowOrder(count, seed=5, shuffle=shuffle)
     whole = order.rows(0, 3 * count)
@@ -215,7 +216,7 @@ def test_sent_to_another_process(remote: Dump, reference: Dump) -> None:
 
 
 @pytest.mark.parametrize("shuffle", ["rows", "blocks", None])
-@pytest.mark.parametrize("done", [0, 1, 5, -1])
+@pytest.mark.parametrize("done", swept([0, 1, 5, -1], 0, 5))
 def test_resumed_to_the_bit(dump: Dump, shuffle: str | None, done: int) -> None:
     """The state goes through JSON; the remaining batches are those of the run that was not interrupted."""
     options: dict[str, Any] = {"batch_size": 17, "seed": 4, "shuffle": shuffle, "epochs": 2}

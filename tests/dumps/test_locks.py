@@ -92,6 +92,7 @@ def test_the_lock_of_a_dead_process_is_void(tmp_path: Path) -> None:
         assert store.sizes() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_lease")
 def test_the_lock_of_another_host_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not renewed for so long, by the clock of whoever waits: it is taken over. The time of day is not looked at."""
@@ -145,6 +146,7 @@ def test_what_becomes_of_a_lock_that_is_watched(then: str, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_lease")
 def test_an_owner_that_slept_too_long_leaves_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended beyond its lease, it wakes up while another holds the lock: it does not renew or remove it, and says so."""
@@ -530,6 +532,7 @@ def test_impossible_numbers_of_threads(engine: Engine, planned: Planned, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_write_ends_the_next_shard_early(
     engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.replay.replayer import Result
 from replaylens.tasks import Example, WordTokenizer
 from replaylens.tasks.task import AnyTask
+from tests.devices import swept
 from tests.dumps.conftest import written
 from tests.dumps.damage import flip_bit
 
@@ -148,7 +149,7 @@ def test_whole_shards_are_kept(engine: Engine, planned: Planned, tmp_path: Path,
     assert made == [0, 1, 2, 1, 2], "shard 0 was kept, shard 1 failed its hash"
 
 
-@pytest.mark.parametrize("room", [0, 5_000, 60_000, 150_000])
+@pytest.mark.parametrize("room", swept([0, 5_000, 60_000, 150_000], 0, 60000))
 def test_disk_full(
     engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
@@ -508,6 +509,7 @@ def test_second_writer_is_refused(engine: Engine, planned: Planned, tmp_path: Pa
     assert not list(tmp_path.glob("lock-*"))
 
 
+@pytest.mark.slow
 def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Many writers start at once: one writes the dump, the others are refused by name, and no file is damaged."""
     children = []
@@ -556,6 +558,7 @@ def test_impossible_parts(engine: Engine, planned: Planned, tmp_path: Path, part
         write_dump(engine, planned(), tmp_path, part=part)
 
 
+@pytest.mark.slow
 def test_three_processes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Three parts run at the same time. One is killed and restarted. One of them finishes the dump."""
 
@@ -712,7 +715,7 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return int(request.param)
 
 
-@pytest.mark.parametrize("cuts", [[], [1], [7, 8, 30]])
+@pytest.mark.parametrize("cuts", swept([[], [1], [7, 8, 30]], [7, 8, 30]))
 def test_pieces_have_the_digest_and_the_file_of_joined_rows(reference: Dump, size: int, cuts: list[int]) -> None:
     content = reference.files.content(0)
     cut = Content(
@@ -746,6 +749,7 @@ def test_blocks_are_joined_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(torch.cat(found), torch.cat(rows))
 
 
+@pytest.mark.slow
 def test_rows_of_a_probe_are_its_own(size: int) -> None:
     """What is done to them does not reach the activations of the run, nor rows made from it later."""
     engine = rl.Engine.load("coin-plain")
@@ -762,6 +766,7 @@ def test_rows_of_a_probe_are_its_own(size: int) -> None:
 # ---- batches beyond a shard ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batches_reach_beyond_small_shards(
     engine: Engine, coin: AnyTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

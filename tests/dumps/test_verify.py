@@ -44,6 +44,7 @@ from replaylens.replay.replayer import Result
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
+from tests.devices import swept
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD, written
 from tests.dumps.damage import edit_manifest, flip_bit, forge_digests, forge_index, forge_shard
 
@@ -66,6 +67,7 @@ def test_the_sample_is_drawn_by_its_seed(engine: Engine, reference: Dump, monkey
     assert drawn[0] == drawn[1] and len(set(map(tuple, drawn))) > 1
 
 
+@pytest.mark.slow
 def test_a_sample_of_rows(engine: Engine, reference: Dump) -> None:
     """As many rows as asked for, of many examples, accepted and rejected ones; the verdict says how many of how many."""
     some, total = verify(reference.url, engine, sample=30), reference.manifest.rows
@@ -142,7 +144,7 @@ def test_a_flipped_bit_in_a_sampled_row(engine: Engine, copy: Path) -> None:
     assert (found.difference.example, found.difference.branch, found.difference.position) == place
 
 
-@pytest.mark.parametrize("drafter", ["self", "tree", "model"])
+@pytest.mark.parametrize("drafter", swept(["self", "tree", "model"], "tree"))
 def test_rejected_branches_are_checked_whoever_drafted(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, tmp_path: Path, drafter: str
 ) -> None:
@@ -365,12 +367,14 @@ def test_diff_in_z_names_the_layer(reference: Dump, copy: Path) -> None:
     assert found is not None and (found.what, found.layer) == ("Z.top_logprobs[1, 4]", 1)
 
 
+@pytest.mark.slow
 def test_diff_of_accepted_rows(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Dumps of two drafters differ only in rejected rows."""
     other = written(engine, planned(drafter="tree"), tmp_path)
     assert not diff(reference, other) and diff(reference, other, accepted=True)
 
 
+@pytest.mark.slow
 def test_diff_of_other_examples_and_sites(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     fewer = written(engine, planned(examples=4), tmp_path / "fewer")
     found = diff(reference, fewer).difference
@@ -466,6 +470,7 @@ def test_combined_digest_is_of_all_in_order() -> None:
 # One plan gives one digest, whatever the batch, the order of arrival, the drafter, the engine's history or the store.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, pytest.param(7, marks=pytest.mark.slow), 64])
 def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, batch: int) -> None:
     """No byte of any file changes: shards are cut by example, not by arrival."""
@@ -475,6 +480,7 @@ def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump
         assert (tmp_path / "d" / name).read_bytes() == Path(reference.url, name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference: Dump, tmp_path: Path) -> None:
     """A run whose examples arrive shuffled is saved as the same dump as one streamed in order."""
     examples = coin.examples(EXAMPLES)
@@ -484,6 +490,7 @@ def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference:
     assert run.save(tmp_path / "d", examples_per_shard=PER_SHARD).digest == reference.digest
 
 
+@pytest.mark.slow
 def test_engine_and_its_past_change_nothing(
     model: Decoder, tokenizer: WordTokenizer, planned: Planned, reference: Dump, tmp_path: Path
 ) -> None:
@@ -498,6 +505,7 @@ def test_engine_and_its_past_change_nothing(
     assert ours and ours <= {*engine.tree.roots(), *(branch.id for branch in kept)}, "nor is their trace"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", ["self", "tree", "model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "forced"))]
 )
@@ -521,6 +529,7 @@ def test_without_rejected_branches(engine: Engine, planned: Planned, reference: 
     assert dump.manifest.rows == dump.manifest.accepted_rows == reference.manifest.accepted_rows
 
 
+@pytest.mark.slow
 def test_sampled_paths(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Seeded draws are as reproducible as greedy decoding. Another seed gives another dump."""
     hot = {"sampling": Sampling(temperature=1.5, seed=4), "sites": "S"}
@@ -547,7 +556,7 @@ def test_indices_need_not_be_a_range(engine: Engine, planned: Planned, reference
         assert torch.equal(dump.to_torch(site).nan_to_num(), reference.where(example={1, 2, 5, 6}).to_torch(site).nan_to_num())
 
 
-@pytest.mark.parametrize("name", tasks.names())
+@pytest.mark.parametrize("name", swept(tasks.names(), "coin", "hops"))
 def test_every_task(tmp_path: Path, name: str) -> None:
     """The labels and knobs of each task survive a round trip through a dump."""
     from tests.toy_model import random_model
@@ -595,6 +604,7 @@ def test_run_that_kept_only_z(engine: Engine, planned: Planned, coin: AnyTask, t
     assert saved.digest == written(engine, planned(sites="Z", examples=4, examples_per_shard=128), tmp_path / "b").digest
 
 
+@pytest.mark.slow
 def test_coin_plain(tmp_path: Path) -> None:
     """The embedded model: the same digest for two batch sizes, and for the accepted rows of every drafter."""
     engine = Engine.load("coin-plain")
@@ -629,6 +639,7 @@ def crowded(run: Run) -> Result:
     raise AssertionError("no example has siblings that were rejected together")
 
 
+@pytest.mark.slow
 def test_the_order_of_arrival_does_not_show(engine: Engine, coin: AnyTask, run: Run) -> None:
     """Any order of the rejected branches, and a branch reported twice, give the same content."""
     result = crowded(run)
@@ -687,6 +698,7 @@ def test_another_end_of_texts_is_named(engine: Engine, tmp_path: Path) -> None:
     assert make_plan(engine, tasks.get("coin")(), 1).end is None, "our own tokenizer has one end"
 
 
+@pytest.mark.slow
 def test_probabilities_do_not_depend_on_the_rows_that_are_kept(engine: Engine, tmp_path: Path) -> None:
     """As many rows are read for probabilities as there are: not all of them, and not in order."""
 

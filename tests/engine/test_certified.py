@@ -29,6 +29,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.kernels.definition import CHUNK
 from replaylens.thinking.core import ThinkingEngine
 from replaylens.thinking.model import ThinkingDecoder
+from tests.devices import swept
 from tests.engine.reference import random_decoder, same_bits, wrong_fast_path
 from tests.engine.test_machine import CONFIG, DeltaNets, some
 from tests.thinking.reference import BASE, random_prompt, thinking_model
@@ -464,7 +465,7 @@ MACHINES = (Certified, CertifiedThoughts, CertifiedStates)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("sessions", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sessions", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_what_calls_itself_certified_is(machine: type[Certified], sessions: int) -> None:
     how = some(sessions, steps=25, report_multiple_bugs=False, phases=[Phase.generate])
     run_state_machine_as_test(machine, settings=how)
@@ -477,8 +478,7 @@ WRONG = [[[3, 4], [5], [6, 7, 8]], [[2], [9, 9]]]
 
 @pytest.mark.parametrize(
     ("machine", "captured"),
-    [(Certified, False), (CertifiedThoughts, True), (CertifiedStates, True)]
-    + [pytest.param(*slow, marks=pytest.mark.slow) for slow in ((Certified, True), *product(MACHINES[1:], [False]))],
+    swept(product(MACHINES, [False, True]), (Certified, True)),
 )
 def test_a_session_that_goes_to_and_fro(machine: type[Certified], captured: bool) -> None:
     """What random sessions find by luck: the ways in which something uncertified could pass for certified."""

@@ -32,7 +32,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.request import Request as ServedRequest
 from replaylens.training import embedded as zoo
-from tests.devices import DEVICES, with_devices
+from tests.devices import DEVICES, swept, with_devices
 from tests.engine.reference import GREEDY, Reference, decoder, differences, perturbed, random_decoder, reference_of, same_bits
 from tests.families import MORE, NAMES, NEW_WIRINGS
 from tests.nano import MODEL, NanoBranch, NanoEngine, NanoReference
@@ -47,13 +47,13 @@ REASONS = {"end token": "eos", "stop string": "stop", "answer": "answer", "lengt
 """what ends a request -> its finish reason"""
 DRAFTERS = ("self", "model", "lens", "ngram", "tree")
 REPRODUCIBLE = ("model", "lens", "ngram", "tree", "forced")
-WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential")
+WIRED_ALIKE = ("mistral", "qwen2", "qwen3", "llama3", "gemma2", "neox", "neox-sequential", "llama")
 """families whose wiring others cover"""
 HYBRID = ("qwen3-next",)
 """hybrids that are not slow: gated delta nets and attention, with experts"""
-BOOKKEEPING = ("gemma3", *HYBRID)
-"""subjects of the theorems about pages, forks and scheduling: full and sliding windows in the same model, and recurrent layers;
-the other families are slow there"""
+BOOKKEEPING = ("gemma3",)
+"""subjects of the theorems about pages, forks and scheduling: full and sliding windows in the same model; the other families
+are slow there, and `test_hybrids.py` tries what recurrent layers keep"""
 CUTS = [(4, 16), (16, 17), (64, 33), (4, 512)]
 """positions of a page, and rows of a pass"""
 SAMPLINGS = {
@@ -438,7 +438,7 @@ def ended_by(kind: str, pairs: Iterable[tuple[str, int | None]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", REASONS)
+@pytest.mark.parametrize("kind", swept(REASONS, "end token", "length"))
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_last_token_of_a_request_is_pending_however_it_came(kind: str, every: bool) -> None:
     """A draft that ends a request was accepted, so its row is there; without drafts it is not. No branch keeps it."""

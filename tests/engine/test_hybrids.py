@@ -34,7 +34,7 @@ from replaylens.kernels.definition import CHUNK
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.rows import Cell
 from replaylens.weights.loading import load
-from tests.devices import covering
+from tests.devices import covering, swept
 from tests.engine.passes.packed import relative, sequences
 from tests.engine.reference import decoder
 from tests.families import HYBRIDS, hugging_face
@@ -138,6 +138,7 @@ def test_forks_and_rollbacks_keep_an_edited_state() -> None:
     assert torch.equal(before.activations[LATER], whole.activations[LATER])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, seed",
     [("qwen3-next", 1), ("mamba2", 2), pytest.param("falcon-h1", 3, marks=pytest.mark.slow)],
@@ -200,7 +201,10 @@ def crowded(name: str, page_size: int = 16, **options: bool) -> Engine:
     return subject
 
 
-@pytest.mark.parametrize("name, page_size", [("qwen3-next", 64), ("mamba2", 4), ("lfm2", 64), ("nemotron-h", 16)])
+@pytest.mark.parametrize(
+    "name, page_size",
+    swept([("qwen3-next", 64), ("mamba2", 4), ("lfm2", 64), ("nemotron-h", 16)], ("qwen3-next", 64), ("mamba2", 4)),
+)
 def test_what_is_not_kept_is_computed_again(name: str, page_size: int) -> None:
     """Forks, rollbacks, prompts with shared prefixes and several branches at once: states and entries that were lost."""
     subject, tokens, draw = crowded(name, page_size, canary=name == "lfm2"), (TOKENS * 2)[:240], random.Random(page_size)
@@ -233,6 +237,7 @@ def test_what_is_not_kept_is_computed_again(name: str, page_size: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_drafts_of_a_crowded_engine() -> None:
     """Windows of the fast path and of other drafters, whose rows may be lost before they are verified."""
     subject, some = crowded("qwen3-next"), [TOKENS[i : i + 70] for i in range(5)]
@@ -378,6 +383,7 @@ def test_requests_that_run_together_leave_one_another_what_they_need() -> None:
     assert not disturbed(2) and disturbed(1)
 
 
+@pytest.mark.slow
 def test_old_states_are_kept_at_growing_distances() -> None:
     subject = crowded("mamba2", 64)
     root, rooms = subject.prompt((TOKENS * 10)[: 16 * CHUNK]), subject.runner.cache.rooms

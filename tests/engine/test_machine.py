@@ -471,7 +471,7 @@ def some(sessions: int, steps: int, **more: Any) -> settings:
 
 @pytest.mark.parametrize(
     "machine, sessions, steps",
-    [(Sessions, 2, 25), (Experts, 1, 20), (Latents, 1, 20), *((hybrid, 1, 20) for hybrid in HYBRIDS)]
+    [(Sessions, 1, 25), (Experts, 1, 20), (DeltaNets, 1, 20)]
     + [
         pytest.param(*full, marks=pytest.mark.slow)
         for full in ((Sessions, 5, 40), (Experts, 2, 20), (Latents, 2, 20), *((hybrid, 4, 40) for hybrid in HYBRIDS))

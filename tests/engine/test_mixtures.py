@@ -183,6 +183,7 @@ def test_rejected_drafts_keep_the_routing_of_their_own_path(model: Decoder) -> N
 # ---- dumps and probes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dumps_hold_router_sites_and_probes_read_them(tmp_path: Path) -> None:
     words = WordTokenizer(tasks.get("coin").vocabulary())
     mixture = MixtureConfig(5, 24, Routing(2, normalised=False))

@@ -27,6 +27,7 @@ from replaylens.extras.graph import Graph, GraphDiff, Node
 from replaylens.features.features import SparseFeatures
 from replaylens.features.weights import FeatureConfig, FeatureWeights
 from replaylens.weights.loading import load
+from tests.devices import swept
 from tests.families import hugging_face
 from tests.toy_model import engine, random_model
 
@@ -270,7 +271,10 @@ class Leaves:
         return value
 
 
-@pytest.mark.parametrize(("name", "cross"), [("gpt2", False), ("gemma2", False), ("neox", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    ("name", "cross"),
+    swept([("gpt2", False), ("gemma2", False), ("neox", False), ("gpt2", True)], ("gpt2", False), ("gemma2", False)),
+)
 def test_edges_agree_with_float64(name: str, cross: bool) -> None:
     """Into the output and into features, against autograd through the decoder in float64. cross: a feature's edges are sums
     over the layers that it writes to, and an error is what all that write to its layer leave."""
@@ -383,6 +387,7 @@ def test_trained_transcoders(cross: bool) -> None:
     assert {node.kind for node in pruned.nodes} >= {"feature", "token", "output", "bias"}
 
 
+@pytest.mark.slow
 def test_an_edge_is_the_effect_of_an_ablation() -> None:
     """Of a feature of the last layer on the logits, with the scale of the final norm held. Negative control: not held."""
     served, made, last = coin(), trained(3, 3)[0], "blocks.3.hook_out"
@@ -420,6 +425,7 @@ def test_bits_depend_on_the_path_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(changed.weights[-1], alone.weights[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [1, 70])
 def test_nothing_before_a_fork_differs(extra: int) -> None:
     """To the bit, also where blocks of queries end. Negative control: something differs after it."""

@@ -36,6 +36,7 @@ from replaylens.weights import loading
 from replaylens.weights.opening import load_model, owned
 from replaylens.weights.source import divided
 from tests import digests
+from tests.devices import swept
 from tests.engine import reference, test_machine, test_tree_machine
 from tests.engine.test_machine import AnyWindow, Sessions, some
 from tests.processes import python_path
@@ -103,7 +104,7 @@ def same(ours: Branch, theirs: Branch) -> bool:
 # ---- devices -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHORT[1:])
+@pytest.mark.parametrize("name", swept(SHORT[1:], "gradients", "edited", "latent attention"))
 def test_layers_over_devices_have_the_digests(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "Engine", Elsewhere(lambda model: owned(loading.load(model, device=("cpu", "cpu")))))
     assert digests.cases()[name]() == KNOWN[name]
@@ -155,7 +156,9 @@ def test_devices_that_cannot_be_used_are_refused() -> None:
 # ---- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in KNOWN])
+@pytest.mark.parametrize(
+    "name", swept(KNOWN, "gradients", "edited", "sinks and clamped experts", "latent attention", "Mamba-2")
+)
 def test_two_ranks_have_the_digests(name: str, two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == THINKS:
         return  # refused: above
@@ -174,6 +177,7 @@ def test_every_column_belongs_to_one_rank(columns: int, ranks: int) -> None:
     assert torch.equal(torch.cat(pieces, -1).flatten(-2), weight)
 
 
+@pytest.mark.slow
 def test_a_divided_weight_can_be_read_as_a_whole(two: Ranks) -> None:
     model = digests.model_of(ModelConfig(**{**digests._DENSE, **digests._MORE["sinks and clamped experts"]}))
     split = over(two, model)

@@ -40,6 +40,7 @@ def test_contrast_sets_are_balanced_and_held_out() -> None:
             assert words == (" good", " bad") or all(text.endswith(own) for text in texts)
 
 
+@pytest.mark.slow
 def test_routing_twice_has_the_same_digest() -> None:
     """The cheapest figure, without pretrained weights: the same bits twice."""
     one, two = reproduce("routing"), reproduce("routing")

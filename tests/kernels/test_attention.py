@@ -9,7 +9,7 @@ from replaylens.kernels.attention import Workspace, attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
-from tests.devices import covering
+from tests.devices import covering, swept
 
 PAGE = 16
 
@@ -69,7 +69,7 @@ def some(case):
     return [1299, 0, 511, 512, 513, 63, 64, 1300, 1308, 1309, 1908, 1024] if case.gpu else [36, 0, 31, 32, 37, 39]
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), (5.0, 0), (0.0, 19), (5.0, 600)])
+@pytest.mark.parametrize(("softcap", "window"), swept([(0.0, 0), (5.0, 0), (0.0, 19), (5.0, 600)], (5.0, 600)))
 def test_agrees_with_float64(case, softcap, window):
     s = setting(case, lengths(case))
     chosen = some(case)
@@ -109,7 +109,7 @@ def test_sinks_in_a_long_prefill(case, same, d_head):
     assert not torch.equal(attention(s.q, s.k, s.v, rows, 0.3), whole), "control: the sinks matter"
 
 
-@pytest.mark.parametrize(("softcap", "window"), [(0.0, 0), pytest.param(5.0, 19, marks=pytest.mark.slow), (0.0, 600)])
+@pytest.mark.parametrize(("softcap", "window"), swept([(0.0, 0), (5.0, 19), (0.0, 600)], (0.0, 600)))
 def test_decode_window_and_prefill_agree(case, same, softcap, window):
     if window == 600 and not case.gpu:
         window = 21  # as many splits in the interpreter's small blocks
@@ -124,6 +124,7 @@ def test_decode_window_and_prefill_agree(case, same, softcap, window):
     same(s.attend(window_rows, per_tile=8, tile=AttentionTile(32, 4, 1), split=True, **options), full[window_rows])
 
 
+@pytest.mark.slow
 def test_every_tile_gives_the_same_bits(case, same):
     s = setting(case, lengths(case), heads=6, kv_heads=2, d_head=24)
     first = s.attend(per_tile=5, tile=AttentionTile(16, 4, 1), split=False)
@@ -137,7 +138,7 @@ def test_every_tile_gives_the_same_bits(case, same):
             same(s.attend(per_tile=per_tile, tile=tile, split=split), first)
 
 
-@pytest.mark.parametrize("d_head", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("d_head", swept([16, 64, 80, 128, 256], 16, 80))
 def test_head_sizes(case, same, d_head):
     heads, kv_heads = {128: (4, 1), 256: (20, 1)}.get(d_head, (14, 2))
     s = setting(case, [700, 70] if case.gpu else [40, 5], heads, kv_heads, d_head)
@@ -252,6 +253,7 @@ def latent(case, heads, rank, rest):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "rank", "rest"), SHAPES)
 def test_every_schedule_has_the_same_bits(case, same, heads, rank, rest):
     """Decode, a prefill in tiles and a window cut elsewhere; the values are those of float64."""
@@ -288,6 +290,7 @@ def test_widths_that_do_not_fit_are_refused(case):
         attention(s.q, s.k, s.k[..., :400], s.rows, 0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "inputs", "outputs"), [(6, 13, 7), (3, 40, 70), pytest.param(128, 128, 512, marks=WIDE)])
 def test_products_by_head_have_the_bits_of_each_head_alone(case, same, heads, inputs, outputs):
     """At any number of rows; weights and rows may be views."""

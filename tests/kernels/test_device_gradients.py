@@ -57,6 +57,7 @@ def test_the_numbers_of_the_cpu_and_the_same_bits_in_company(engine: Engine, hos
         assert apart(plain["blocks.0.hook_in"], found["blocks.0.hook_in"]) > 1e-2, "control: the edits matter"
 
 
+@pytest.mark.slow
 def test_the_divergence_from_another_branch(engine: Engine, host: Engine) -> None:
     found, truth = (e.prompt(PATH).gradients(e.prompt(OTHER), ["blocks.0.hook_in"]) for e in (engine, host))
     assert found.certified and apart(found["blocks.0.hook_in"], truth["blocks.0.hook_in"]) < 1e-4

@@ -7,6 +7,7 @@ from replaylens.kernels.launch import GemmTile, grouped_rows
 from replaylens.kernels.matmul import matmul
 from replaylens.kernels.norm import activation
 from replaylens.kernels.route import plan
+from tests.devices import swept
 
 CPU_TILES = [GemmTile(32, 16, 32, 4, 3), GemmTile(16, 32, 32, 4, 3, persistent=True)]
 FP32_TILES = [GemmTile(16, 32, 16, 4, 2), GemmTile(32, 64, 32, 4, 3), GemmTile(64, 64, 16, 4, 3)]
@@ -50,7 +51,8 @@ class Problem:
 
 
 @pytest.mark.parametrize(
-    ("kind", "gated", "bias"), [("silu", True, False), ("gelu", False, True), ("clamped_swiglu", True, True)]
+    ("kind", "gated", "bias"),
+    swept([("silu", True, False), ("gelu", False, True), ("clamped_swiglu", True, True)], ("clamped_swiglu", True, True)),
 )
 def test_agrees_with_float64_and_has_the_bits_of_one_product_per_expert(case, same, kind, gated, bias):
     for rows in (1, 150) if case.gpu else (1, 19):
@@ -71,6 +73,7 @@ def test_agrees_with_float64_and_has_the_bits_of_one_product_per_expert(case, sa
         case.close(out, want.flatten(0, 1))
 
 
+@pytest.mark.slow
 def test_a_row_does_not_know_its_batch(case, same):
     """Alone, a row is a tile per expert; in company, expert 1 has a tile of many."""
     p = Problem(case, 150 if case.gpu else 19)
@@ -85,6 +88,7 @@ def test_a_row_does_not_know_its_batch(case, same):
     same(p.run(chosen=p.chosen[order], x=p.x[order])[1], out[order].flatten(0, 1))
 
 
+@pytest.mark.slow
 def test_every_tile_gives_the_same_bits(case, same):
     for rows in (1, 150) if case.gpu else (1, 19):
         p = Problem(case, rows)

@@ -57,6 +57,7 @@ def test_a_row_does_not_know_its_batch(case, same):
             same(getattr(part, field.name), getattr(full, field.name)[:, piece])
 
 
+@pytest.mark.slow
 def test_a_layer_does_not_know_the_others(case, same):
     x, w, weight, targets = problem(case)
     full = lens(x, w, weight, final=1, targets=targets, k=K)
@@ -113,6 +114,7 @@ def test_known_logits_give_the_same_bits(case, same):
 CONFIG = ModelConfig(2, 32, 2, 2, 16, 64, 97, 64, rotary_dim=16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [(), (3, 96)])
 def test_z_is_that_of_whole_distributions(targets):
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,6 +25,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.extras import ranks as ranks_file
 from replaylens.extras.ranks import Follower, Ranks, SplitWeight
 from replaylens.weights.loading import load
+from tests.devices import swept
 from tests.engine.passes.packed import alone
 from tests.engine.reference import decoder, same_bits
 from tests.families import HYBRIDS, MORE, hugging_face
@@ -99,6 +100,7 @@ def test_a_pass_gives_hugging_faces_logits(name: str) -> None:
     torch.testing.assert_close(logits(name), theirs, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "qwen3-next" else pytest.param(n, marks=pytest.mark.slow) for n in HYBRIDS])
 @torch.no_grad()
 def test_a_hybrid_has_the_bits_of_a_cpu(name: str, same: Callable[[Tensor, Tensor], None]) -> None:
@@ -141,6 +143,7 @@ def router_sites(model: Decoder) -> frozenset[str]:
     return frozenset(s for block in model.blocks if isinstance(block.mlp, Mixture) for s in block.mlp.own_sites)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ROUTINGS])
 def test_a_path_alone_and_in_company(name: str) -> None:
     """The bits are the same, also when every site of the mixture is captured; the function is plain PyTorch's."""
@@ -160,6 +163,7 @@ def test_a_path_alone_and_in_company(name: str) -> None:
     torch.testing.assert_close(passed(model, TWO_PATHS, exact=False), whole, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_doctor_examines_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every op of a mixture is compared, and products whose depth is split differ. A product that depends on the rows fails."""
     monkeypatch.setattr(doctor_cuda, "ROWS", (1, 3))
@@ -181,6 +185,7 @@ def test_the_doctor_examines_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(not f.passed for f in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_edits_of_routing(device: str) -> None:
     """Forced, forbidden and reweighted experts, as on a CPU. Of two edits of an expert the last one counts."""
@@ -229,7 +234,7 @@ def agree(a: Branch, b: Branch) -> bool:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("name", swept(["deepseek-v3", "gpt-oss"], "gpt-oss"))
 def test_edits_and_company(name: str, device: str) -> None:
     """Edits of latents, rotated keys and edges: what a CPU computes, with the same bits beside other requests."""
     sites, edits = ["S", *SHOWN[name]], EDITS[name]
@@ -247,6 +252,7 @@ def test_edits_and_company(name: str, device: str) -> None:
     assert torch.equal(alone.kv().cpu()[1, 1, 0, 0, :13], alone.activations[SHOWN[name][2]][1]) if SHOWN[name] else True
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_doctor_examines_products_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways round, with a control that differs. A product that depends on the rows fails."""

@@ -14,6 +14,7 @@ from replaylens.kernels import definition, threads
 from replaylens.kernels.cpu_attention import HostRows
 from replaylens.kernels.cpu_recurrent import LayerMemory, Piece, recur, short_conv
 from replaylens.kernels.definition import CHUNK
+from tests.devices import swept
 from tests.hostile import divide_everything
 from tests.kernels.test_cpu import same
 
@@ -77,7 +78,7 @@ class Layer:
         return found
 
 
-@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("delta", swept([True, False], True))
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 def test_any_cut_and_any_rollback_has_the_defined_bits(delta: bool, page_size: int) -> None:
     """Passes of any size, and drafts that are rejected, also across the end of a chunk."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from replaylens.kernels.recurrent_rows import RecurrentMemory
 from replaylens.kernels.rope import rotate
 from replaylens.kernels.sample import sample_logits
 from replaylens.kernels.shared import PagedRows
-from tests.devices import covering
+from tests.devices import covering, swept
 from tests.kernels.interpreted import DEVICES
 from tests.kernels.test_recurrent import AT, CHANNELS, LENGTH, Layer, inputs
 
@@ -31,7 +32,7 @@ ENDS = (1, 60, 63, 64, 65)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("m, k, n", [(1, 40, 56), (3, 128, 64), (9, 136, 40), (70, 72, 36)])
+@pytest.mark.parametrize("m, k, n", swept([(1, 40, 56), (3, 128, 64), (9, 136, 40), (70, 72, 36)], (1, 40, 56), (9, 136, 40)))
 def test_products(device: str, m: int, k: int, n: int, stored: torch.dtype, same: Same) -> None:
     x, w, bias, residual = numbers(1, m, k), numbers(2, k, n).to(stored), numbers(3, n), numbers(4, m, n)
     given = x.to(device), w.to(device), bias.to(device), residual.to(device)
@@ -114,8 +115,14 @@ def test_attention(device: str, cap: float, window: int, more: str, split: bool,
 
 @pytest.mark.parametrize(
     "delta, depth, many, ends",
-    [(True, 4, 1024, (1, 60, 66)), (False, 4, 0, (1, 64, 65))]
-    + [pytest.param(*each, ENDS, marks=pytest.mark.slow) for each in ((True, 32, 1024), (False, 32, 1024), (True, 32, 0))],
+    swept(
+        [
+            (False, 4, 0, (1, 64, 65)),
+            (True, 4, 1024, (1, 60, 66)),
+            *((*each, ENDS) for each in product([True, False], [32], [1024, 0])),
+        ],
+        (False, 4, 0, (1, 64, 65)),
+    ),
 )
 def test_recurrences(
     device: str, delta: bool, depth: int, many: int, ends: tuple[int, ...], same: Same, monkeypatch: pytest.MonkeyPatch

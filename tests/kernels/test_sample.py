@@ -151,6 +151,7 @@ def test_the_device_judges_as_the_host_does(case):
     assert any(accepted for accepted, _ in found)
 
 
+@pytest.mark.slow
 def test_temperature_is_the_hosts_number(case):
     """0.7 is not a float32. Between two nearly equal tokens, a rounded temperature would draw the other one."""
     rows = 64

@@ -10,6 +10,7 @@ from replaylens.engine.passes.sharing import MAX_LEVELS, KeyLayout, find_sharing
 from replaylens.kernels.attention import attention
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together, next_power_of_2
 from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel, plan_tiles
+from tests.devices import swept
 
 PAGE = 16
 
@@ -84,9 +85,9 @@ class Tree:
 
 @pytest.mark.parametrize(
     ("split", "split_shared", "softcap"),
-    [pytest.param(False, False, 0.0, marks=pytest.mark.slow), (True, True, 5.0), (False, True, 0.0)],
+    swept([(False, False, 0.0), (True, True, 5.0), (False, True, 0.0)], (True, True, 5.0)),
 )
-@pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("decode", swept([True, False], True))
 def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, split_shared, softcap, decode):
     tile = AttentionTile(16, 4, 1)
     for seed in range(6 if case.gpu else 1):
@@ -98,7 +99,7 @@ def test_trees_of_any_shape_have_the_bits_of_each_row_alone(case, same, split, s
             same(found, alone)
 
 
-@pytest.mark.parametrize(("split", "latent"), [(True, True), pytest.param(False, True, marks=pytest.mark.slow), (True, False)])
+@pytest.mark.parametrize(("split", "latent"), swept([(True, True), (False, True), (True, False)], (True, True)))
 def test_sinks_slopes_and_latents_have_the_bits_of_each_row_alone(case, same, split, latent):
     """A sink is merged after all keys, shared and own ones. Values that are columns of their keys; heads of two programs."""
     shape = dict(heads=6, kv_heads=1, d_head=13, rest=6) if latent else {}

@@ -16,6 +16,7 @@ from replaylens.engine.passes.cuda import CanonicalCudaOps, FastCudaOps, device_
 from replaylens.kernels.shared import PagedRows, plan_tiles
 from replaylens.kernels.split import split_attention, split_length
 from replaylens.weights import loading
+from tests.devices import swept
 from tests.kernels.test_attention import PAGE, Setting, lengths, setting, some
 
 
@@ -31,7 +32,10 @@ def attend(s: Setting, chosen: list[int], split: int, per_tile: int = 0, softcap
     return split_attention(s.q[chosen], s.k, s.v, rows, 0.3, softcap, window, PAGE, block, split * block)
 
 
-@pytest.mark.parametrize(("softcap", "window", "split"), [(0.0, 0, 1), (5.0, 19, 1), (0.0, 600, 3), (5.0, 0, 100)])
+@pytest.mark.parametrize(
+    ("softcap", "window", "split"),
+    swept([(0.0, 0, 1), (5.0, 19, 1), (0.0, 600, 3), (5.0, 0, 100)], (0.0, 600, 3), (5.0, 0, 100)),
+)
 def test_agrees_with_float64_for_every_split(case, softcap, window, split):
     s = setting(case, lengths(case))
     chosen = some(case)[:4]

@@ -79,6 +79,7 @@ def test_committed_notebook_is_its_source_run_once(name: str) -> None:
     assert (FOLDER / f"{name}.ipynb").stat().st_size < MAX_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_notebook_shows_what_is_drawn_today(name: str) -> None:
     """Build it anew if this fails: OMP_NUM_THREADS=1 python notebooks/build.py NAME."""

@@ -472,6 +472,7 @@ def test_cached_decode_has_the_bits_of_a_full_forward_here_and_not_there() -> No
         assert torch.allclose(whole.activations[site], one[0], atol=2e-5), "and ours is that function"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_every_site_has_the_shape_that_transformer_lens_gives_it(name: str) -> None:
     """Prompts of one token and more, shorter and longer than a head's width (8 or 16) and a block of keys."""

@@ -308,6 +308,7 @@ def test_an_answer_in_capitals_counts() -> None:
     assert _last_word(" tails.") != "heads" and _last_word("...") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["tree", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("lens", "ngram"))])
 def test_a_batch_of_any_lengths_is_generated_together(
     model: Any, words: WordTokenizer, drafter: str, monkeypatch: pytest.MonkeyPatch
@@ -445,6 +446,7 @@ def test_chats_are_written_by_the_template(of_bytes: Engine, bytes_tokenizer: An
     assert [bytes_tokenizer.decode([t]) for t, v in zip(tokens, found, strict=True) if v] == list("2+2?")
 
 
+@pytest.mark.slow
 def test_a_chat_goes_wherever_a_prompt_goes(of_bytes: Engine) -> None:
     """Every verb computes for a chat what it computes for the tokens of its template."""
     chat, other = QUESTION, [{"role": "user", "content": "2+3?"}]

@@ -473,6 +473,7 @@ def test_rows_are_those_of_the_path_alone(reference: Rollouts) -> None:
     assert first == len(reference.index) == len(reference.states[PATTERN])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wave, replace", covering([1, 4, 100], [None, [8, 9]]))
 def test_waves_and_folders_change_no_bit(wave: int, replace: list[int] | None, tmp_path: Path, reference: Rollouts) -> None:
     whole = drawn(replace=replace) if replace else reference
@@ -609,6 +610,7 @@ def test_as_one_branch_alone(edited: bool) -> None:
     subject.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wave", [1, pytest.param(4, marks=pytest.mark.slow), 7, pytest.param(100, marks=pytest.mark.slow)])
 def test_waves(reference_of_bits: Rollouts, wave: int) -> None:
     assert drawn_of_bits(path_of(engine()), wave=wave).digest == reference_of_bits.digest
@@ -649,6 +651,7 @@ def test_waves_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_rollouts(branch, N, AT_OF_BITS, HOT_OF_BITS, NEW, sites="S")[1] == 10_000 // (13 * 3 * 32 * 4) < wave
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_rows": 16}, {"page_size": 1}, {"page_size": 5, "max_rows": 20}])
 def test_other_engines(reference_of_bits: Rollouts, options: dict[str, int]) -> None:
     assert drawn_of_bits(path_of(engine(**options))).digest == reference_of_bits.digest

@@ -41,6 +41,7 @@ def test_evidence_of_the_next_draw_is_what_it_is_now(other: int) -> None:
         assert evidence(own, other + 1) < evidence(own, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if "tie" in name else pytest.mark.slow) for name in DISTRIBUTIONS]
 )
@@ -77,6 +78,7 @@ def test_clear_answers_are_settled() -> None:
     assert found["0"] / RUNS > 0.99
 
 
+@pytest.mark.slow
 def test_rollouts_are_the_first_of_the_plan(engine: Engine) -> None:
     """A position with one answer stops early, one with a fair coin goes on; what is drawn has the bits of the full call."""
     chain = engine.prompt("A coin's state is heads.").force(" Alice flips. What's the state? A: tails.")

@@ -7,6 +7,7 @@ import pytest
 
 from replaylens import tasks
 from replaylens.tasks.task import AnyTask
+from tests.devices import swept
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("coin", {}),
@@ -44,13 +45,19 @@ def _id(variant: tuple[str, dict[str, Any]]) -> str:
     return "-".join((variant[0], *(f"{key}={value}" for key, value in variant[1].items())))
 
 
-@pytest.fixture(params=VARIANTS, ids=_id)
+KEPT = ({"distractors": 1, "rendering": "steps"}, {"distractors": 2, "names": "all", "p": 0.3, "phrasing": "mixed"})
+"""knobs of the variants that are tried always, beside the plain tasks; the others are slow"""
+
+
+@pytest.fixture(
+    params=[pytest.param(each, marks=pytest.mark.slow if each[1] and each[1] not in KEPT else ()) for each in VARIANTS], ids=_id
+)
 def task(request: pytest.FixtureRequest) -> AnyTask:
     name, knobs = request.param
     return tasks.get(name)(**knobs)
 
 
-@pytest.fixture(params=tasks.names())
+@pytest.fixture(params=swept(tasks.names(), "coin", "shell", "boxes", "hops", "fork", "counts"))
 def plain_task(request: pytest.FixtureRequest) -> AnyTask:
     return tasks.get(request.param)()
 

@@ -286,6 +286,7 @@ def test_next_action_and_shuffled_sit_at_chance(task: AnyTask) -> None:
                     assert_at_chance(values, chance_of(task, label))
 
 
+@pytest.mark.slow
 def test_chance_is_reached(plain_task: AnyTask) -> None:
     """The stated chance is the exact accuracy of the best guess, not just a bound."""
     if plain_task.name == "words":

@@ -364,6 +364,7 @@ def test_scores_in_reduced_precision(recipe: ThinkingRecipe, trained: Trained) -
 # ---- replay -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_replayed_with_its_own_tokenizer(recipe: ThinkingRecipe, thinker: ThinkingDecoder, tmp_path: Path) -> None:
     thinking_zoo.save(thinker, recipe.tokenizer(), tmp_path)
     (example,) = zoo.held_out(STATES, 4, 1)
@@ -490,6 +491,7 @@ def test_arms_have_names_and_recipes_of_their_own() -> None:
     assert len({run.kind for run in runs}) == 24, "seeds of one kind are averaged"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TEXTS)
 def test_tested_texts_fit_at_trained_positions(task: str) -> None:
     """With every chunk size of the ablation; a chain of thought is the longest. No thought is longer than its limit."""
@@ -502,6 +504,7 @@ def test_tested_texts_fit_at_trained_positions(task: str) -> None:
         assert max(sizes) <= most  # `chunked` also refuses longer ones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "chunk"), [("hops", 4), ("counts", 8)])
 def test_a_model_made_by_hand_thinks_where_the_text_does(task: str, chunk: int) -> None:
     (config,) = TINY_SHAPES.values()

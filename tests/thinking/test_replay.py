@@ -39,7 +39,7 @@ from replaylens.thinking.thoughts import LETTERS
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.views.thoughts import Thinking
 from replaylens.weights.opening import GUESSES, Guess
-from tests.devices import DEVICES, with_devices
+from tests.devices import DEVICES, swept, with_devices
 from tests.engine.coin_engine import PROMPT
 from tests.engine.reference import same_bits
 from tests.engine.test_machine import some
@@ -58,6 +58,7 @@ from tests.thinking.reference import (
 CHUNKS = (1, 4, 7, 22)
 """lengths of the prompts; the last one exceeds the first block of keys, for backbones that differ by the keys they see"""
 DIFFER = ("rotary", "windows")
+OTHERS = tuple(name for name in SHAPES if name not in DIFFER)
 KEPT: dict[str, Any] = {"sites": "STCZ", "keep_rejected": True, "full": True}
 
 
@@ -84,13 +85,13 @@ def subject_of(name: str, device: str) -> Subject:
     return Subject(name, device)
 
 
-@pytest.fixture(params=with_devices(tuple(SHAPES)))
+@pytest.fixture(params=with_devices(tuple(SHAPES), slow=OTHERS))
 def subject(request: pytest.FixtureRequest) -> Subject:
     """A subject for each kind of backbone."""
     return subject_of(*request.param)
 
 
-@pytest.fixture(params=with_devices(tuple(SHAPES), slow=tuple(name for name in SHAPES if name not in DIFFER)))
+@pytest.fixture(params=with_devices(tuple(SHAPES), slow=OTHERS))
 def fewer(request: pytest.FixtureRequest) -> Subject:
     """The same, where backbones differ by the keys that they see; the others are slow."""
     return subject_of(*request.param)
@@ -117,6 +118,7 @@ def test_every_road_has_the_bits_of_one_row_at_a_time(subject: Subject, guess: G
     engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut", [(1, 16), *(pytest.param(cut, marks=pytest.mark.slow) for cut in ((4, 16), (16, 17), (1, 512)))]
 )
@@ -133,6 +135,7 @@ def test_no_chunk_no_page_and_no_neighbour_changes_anything(plain: Subject, cut:
             assert [b.tokens for b in one.rejected] == [b.tokens for b in other.rejected]
 
 
+@pytest.mark.slow
 def test_rounds_are_counted(plain: Subject) -> None:
     (path,) = plain.prompts()[-1:]
     thoughts = plain.truth(tuple(path)).thoughts
@@ -146,7 +149,7 @@ def test_rounds_are_counted(plain: Subject) -> None:
     assert plain.broken([wrong]) == []
 
 
-@pytest.mark.parametrize("guess", ["empty", "drafted"])
+@pytest.mark.parametrize("guess", swept(["empty", "drafted"], "drafted"))
 def test_a_dropped_suffix_has_the_rows_of_its_guessed_states(fewer: Subject, guess: Guess) -> None:
     branch = fewer.engine(guess=guess).prompt(random_prompt(7, seed=7), **KEPT)
     suffixes = branch.rejected
@@ -158,6 +161,7 @@ def test_a_dropped_suffix_has_the_rows_of_its_guessed_states(fewer: Subject, gue
         assert row_differences(suffix, fewer.reference.run(suffix.tokens, received)) == []
 
 
+@pytest.mark.slow
 def test_what_is_generated_follows_from_prompt_and_states(fewer: Subject) -> None:
     """Greedy tokens with their KV and rows: the first answer chunk receives the last state, later chunks none."""
     path = random_prompt(5, seed=5)
@@ -171,6 +175,7 @@ def test_what_is_generated_follows_from_prompt_and_states(fewer: Subject) -> Non
         assert not branch.activations["thinking.tokens"][len(path) :].ge(0).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_past_leaves_the_bits_of_path_and_edits_alone(plain: Subject, seed: int) -> None:
     """Random forks, edits, extensions, answers and rollbacks: each branch equals a prompt on a fresh engine."""
@@ -212,6 +217,7 @@ def assert_as_fresh(plain: Subject, branch: ThinkingBranch, edits: list[Edit]) -
         assert same_bits(branch.activations[site][:end], fresh.activations[site][:end]), site
 
 
+@pytest.mark.slow
 def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
     engine, path = plain.engine(), plain.prompts()[-1]
     root = engine.prompt(path[:12], **KEPT)
@@ -223,6 +229,7 @@ def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
     assert plain.broken([root]) == []
 
 
+@pytest.mark.slow
 def test_preemption_leaves_no_mark(plain: Subject) -> None:
     """The cache holds one and a half prompts: pages are taken in the middle of rounds, and rows are recomputed."""
     for guess in GUESSES[1:]:
@@ -317,7 +324,7 @@ def edits_of(engine: ThinkingEngine) -> dict[str, Edit]:
     }
 
 
-@pytest.mark.parametrize("where", ["S", "T", "C", "backbone"])
+@pytest.mark.parametrize("where", swept(["S", "T", "C", "backbone"], "S", "backbone"))
 def test_edits_change_what_comes_after_them_on_every_road_alike(plain: Subject, where: str) -> None:
     path, engine = random_prompt(7, seed=0), plain.engine()
     edit = edits_of(engine)[where]
@@ -491,6 +498,7 @@ def dump(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return written
 
 
+@pytest.mark.slow
 def test_thoughts_are_stored_by_chunk_and_step(dump: Dump, folder: Path) -> None:
     content, c = dump.files.content(0), 2
     index = content.index.to_pandas()
@@ -516,6 +524,7 @@ def test_thoughts_are_stored_by_chunk_and_step(dump: Dump, folder: Path) -> None
     assert not any(name in shapes for letter in "STCZ" for name in dump.manifest.letter(letter)), "a letter counts layers"
 
 
+@pytest.mark.slow
 def test_rejected_suffixes_are_stored_and_verified(dump: Dump, folder: Path) -> None:
     rejected = dump.index[dump.index["branch"] > 0]
     assert (rejected["token_state"] == "rejected").all()

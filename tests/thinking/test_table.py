@@ -12,6 +12,7 @@ from replaylens.training.thinking import METHODS, chunked
 pytestmark = pytest.mark.parametrize("task", PAPER)
 
 
+@pytest.mark.slow
 def test_a_hundred_operations_fit_at_trained_positions(task: str) -> None:
     """They fit also for the chain of thought, which is the longest."""
     plan = PAPER[task]

@@ -256,6 +256,7 @@ def test_the_command_names_what_is_wrong(small: Path, words: list[str], said: st
     assert not (small / "trained").exists()
 
 
+@pytest.mark.slow
 def test_a_length_without_held_out_prompts_has_an_empty_cell(small: Path) -> None:
     part = {"task": "coin", "knobs": {"rendering": "symbols", "start": "tails"}}
     with pytest.raises(TooFewPrompts):

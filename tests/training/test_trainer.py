@@ -35,6 +35,7 @@ from replaylens.training.recipe import Part, Recipe
 from replaylens.training.score import generate, score
 from replaylens.training.thinking import METHODS, ChunkBatch, ChunkedText, ChunkTable, Method, ThinkingRecipe, chunked
 from replaylens.training.trainer import Texts
+from tests.devices import swept
 from tests.interrupted import Interrupted, interrupt_at
 
 PICTURE = Part("coin", 3, (("rendering", "picture"),))
@@ -85,7 +86,8 @@ def test_it_learns(trained: Decoder) -> None:
     assert after < 0.8 * before
 
 
-@pytest.mark.parametrize("stop", [1, 5, 6, 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", swept([1, 5, 6, 12], 5))
 def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: Path, stop: int) -> None:
     """Interrupted before the first save, on a save, between two saves, and after the last step."""
     state = tmp_path / "run" / "training.safetensors"
@@ -141,14 +143,6 @@ def test_a_second_ctrl_c_is_not_held_back() -> None:
         pytest.fail("the second one was held back, too")
 
 
-def test_interrupted_twice(trained: Decoder, tmp_path: Path) -> None:
-    state = tmp_path / "training.safetensors"
-    for stop in (4, 9):
-        with pytest.raises(Interrupted):
-            trainer.train(TINY, state=state, save_every=2, after_step=interrupt_at(stop))
-    assert_same(trainer.train(TINY, state=state), trained)
-
-
 def test_a_crash_while_saving_leaves_the_older_save(trained: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = tmp_path / "training.safetensors"
     with pytest.raises(Interrupted):
@@ -194,6 +188,7 @@ def test_a_damaged_save_is_named(tmp_path: Path, content: bytes) -> None:
 # Texts and loss
 
 
+@pytest.mark.slow
 def test_no_held_out_text_is_trained_on() -> None:
     tokenizer = TINY.tokenizer()
     for part in TINY.parts:
@@ -203,6 +198,7 @@ def test_no_held_out_text_is_trained_on() -> None:
         assert not prompts & {example.prompt for example in examples}
 
 
+@pytest.mark.slow
 def test_held_out_is_about_an_eighth() -> None:
     share = sum(map(trainer.is_held_out, PICTURE.of_length(6, 0).examples(2000))) / 2000
     assert 0.10 < share < 0.15
@@ -301,6 +297,7 @@ def small_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "CARD_LENGTHS", (1, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 def test_command_trains_and_writes_a_card(trained: Decoder, tmp_path: Path) -> None:
     out = tmp_path / "model"
@@ -328,6 +325,7 @@ def test_command_resumes(tmp_path: Path) -> None:
     assert_same(zoo.load(tmp_path)[0], trainer.train(recipe))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command", "ctrl_c")
 def test_command_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C long before the first regular save: the run is saved, and the message says how to resume."""
@@ -352,6 +350,7 @@ def test_command_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: 
     assert result.exit_code == 130 and "--resume" not in result.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 @pytest.mark.usefixtures("watched")
 def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +370,7 @@ def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_same(zoo.load(tmp_path)[0], before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 @pytest.mark.parametrize("more", [[], ["--resume"]])
 def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) -> None:
@@ -382,6 +382,7 @@ def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) ->
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_command", "watched")
 def test_command_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of somebody else in the folder of an unfinished run is told before the next step; what a killed run left goes."""
@@ -444,7 +445,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(x, b.state_dict()[name]) for name, x in a.state_dict().items())
 
 
-@pytest.mark.parametrize("method", [*METHODS[:2], pytest.param(METHODS[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", swept(METHODS, "thinking"))
 def test_same_bits_twice_and_after_an_interruption(method: Method, tmp_path: Path) -> None:
     recipe, state = replace(TINY_OF_THINKING, method=method, width=64), tmp_path / "training.safetensors"
     once = trainer_of_thinking.train(recipe)
@@ -506,6 +507,7 @@ def test_the_thought_loss_is_part_of_the_recipe() -> None:
         replace(TINY_OF_THINKING, thought_loss="words")
 
 
+@pytest.mark.slow
 def test_a_cut_text_goes_on_from_its_state() -> None:
     """Skipped chunks affect the loss only through their states."""
     recipe = replace(TINY_OF_THINKING, width=64, cut=True)
@@ -582,6 +584,7 @@ def test_a_recipe_for_another_task() -> None:
     assert isinstance(model, ThinkingDecoder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_the_command(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_THINKING)
@@ -717,6 +720,7 @@ TINY_OF_VARIABLES = ThinkingRecipe(
 )
 
 
+@pytest.mark.slow
 def test_no_chunk_of_four_words_ends_two_operations() -> None:
     """A chunk has a thought of two words or none, so each operation can continue from the thoughts of all earlier ones."""
     table = trainer_of_thinking.texts_of(replace(TINY_OF_VARIABLES, longest=12), "cpu").table
@@ -726,6 +730,7 @@ def test_no_chunk_of_four_words_ends_two_operations() -> None:
     assert set(sizes.tolist()) == {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["thinking", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("none", "cot"))])
 def test_the_command_of_variables(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_VARIABLES)

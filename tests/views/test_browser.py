@@ -104,6 +104,7 @@ def test_report(tab: Any, report: Path, run: Run) -> None:
     assert tab.locator("#rl-table tr").count() > 0, "markup is text to be searched"
 
 
+@pytest.mark.slow
 def test_cards(tab: Any, report: Path) -> None:
     """Hovering over a token or a heatmap cell shows its card. Leaving hides it, and so does Escape after Tab."""
     tab.goto(report.as_uri())
@@ -179,6 +180,7 @@ def test_a_place_in_the_report_can_be_linked(tab: Any, report: Path) -> None:
     tab.wait_for_selector("#rl-explorer[data-example='7'] .rl-token")
 
 
+@pytest.mark.slow
 def test_timeline_steps(tab: Any, run: Run, tmp_path: Path) -> None:
     """Buttons, slider and play show one frame at a time. A second copy of the script is harmless."""
     told = run.timeline(next(i for i, result in enumerate(run) if result.rejected))
@@ -413,6 +415,7 @@ OUTSIDE = """() => [...document.querySelectorAll('svg')].flatMap(svg => {
 """words of a drawing beyond its edges"""
 
 
+@pytest.mark.slow
 def test_every_word_of_a_drawing_lies_inside_its_canvas(tab: Any, tmp_path: Path) -> None:
     """All views of tests/drawings.py, each frame of the timeline, and the boards of the docs; a narrow board is found."""
     boards = {file.name: file.read_text() for file in (ROOT / "docs/img").glob("*.svg")}
@@ -428,6 +431,7 @@ def test_every_word_of_a_drawing_lies_inside_its_canvas(tab: Any, tmp_path: Path
     assert tab.evaluate(OUTSIDE)
 
 
+@pytest.mark.slow
 def test_a_picture_shows_what_would_scroll(tab: Any, rollouts: RolloutTexts, tmp_path: Path) -> None:
     """Before a picture of a page is taken, its trees and rows are as high and as wide as they are."""
     unfold, page = runpy.run_path(str(ROOT / "docs/img/draw.py"))["unfold"], rollouts.tree().save(tmp_path / "x.html")
@@ -497,6 +501,7 @@ def test_more_branches_unfold(tab: Any, rollouts: RolloutTexts, tmp_path: Path) 
     assert sum(counts[1:]) == counts[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_text_wraps_and_keyboard_works(tab: Any, rollouts: RolloutTexts, tmp_path: Path, theme: str) -> None:
     """A narrow window: nothing but the tree's own canvas scrolls sideways. Enter opens a unit; hovering shows its counts."""

@@ -30,6 +30,7 @@ from replaylens.views.pictures import Timeline, timeline
 from replaylens.views.rollouts import FILLS, REST, colours
 from replaylens.workbench import drawing
 from replaylens.workbench.drawing import Grid, figure
+from tests.devices import swept
 from tests.drawings import (
     FIGURES,
     HIGH,
@@ -72,12 +73,10 @@ def outside(figure: Figure) -> list[float]:
     return [float(-box.x0), float(-box.y0), float(box.x1 - width), float(box.y1 - height)]
 
 
-ALIKE = {"lens entropy", "lens kl", "lens logprob", "patch raw", "attention layer", "attention head", "routing load"}
-"""figures with the shape of another one and other numbers"""
 WITH_A_LEGEND = {"rollouts", "curve", "resilience", "siblings", "sweep curves", "steer"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in FIGURES])
+@pytest.mark.parametrize("name", swept(FIGURES, "attention", "bars", "curve", "sweep curves"))
 def test_nothing_leaves_the_figure_and_no_legend_covers_what_is_drawn(name: str) -> None:
     made = drawn(FIGURES[name]())
     assert isinstance(made, Figure) and made.get_facecolor() == (1.0, 1.0, 1.0, 1.0), "readable on a dark page, too"
@@ -113,7 +112,8 @@ def lettered(rows: int, columns: int, letter: str = "W") -> Figure:
     ("rows", "columns", "letter"),
     [
         (1, 1, "W"),
-        *((3, 14, letter) for letter in "Wi\N{FULL BLOCK}"),
+        (3, 14, "i"),
+        *(pytest.param(3, 14, letter, marks=pytest.mark.slow) for letter in "W\N{FULL BLOCK}"),
         *(pytest.param(*shape, "W", marks=pytest.mark.slow) for shape in ((31, 14), (10, 60), (2, 250), (200, 3))),
     ],
 )
@@ -145,6 +145,7 @@ def test_a_label_that_leaves_the_figure_is_found() -> None:
 # ---- what is drawn --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lens_shows_the_token_that_was_asked_about() -> None:
     asked, plain = lens_result(" Paris"), lens_result()
     drawn, usual = asked.plot(), plain.plot()
@@ -157,6 +158,7 @@ def test_lens_shows_the_token_that_was_asked_about() -> None:
     assert "&#39; Paris&#39; is more likely" in asked._repr_html_() and "rank 48" in asked._repr_html_()
 
 
+@pytest.mark.slow
 def test_ranks_have_a_logarithmic_scale() -> None:
     """Rank 0, 10 and 48,000 are told apart."""
     (mesh,) = lens_result(" Paris").plot("rank").axes[0].collections
@@ -164,6 +166,7 @@ def test_ranks_have_a_logarithmic_scale() -> None:
     assert at[0] == 0 and at[-1] > 0.9 and min(np.diff(at)) > 0.1
 
 
+@pytest.mark.slow
 def test_lens_features_are_the_strongest() -> None:
     result, top = lens_result(), [["2", "4", "2", "1", "2", "2", "2"]]
     assert [list(line) for line in result.grid("features").words or ()] == top
@@ -180,6 +183,7 @@ def test_features_are_listed_strongest_first() -> None:
     assert "<td>1: 5  2: 0.2</td>" in rows._repr_html_(), "the strongest first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [None, 1.0])
 def test_panels_share_one_scale_that_reaches_all_of_them(around: float | None) -> None:
     """A colour is the same number in every panel, and the bar beside them names it."""
@@ -189,6 +193,7 @@ def test_panels_share_one_scale_that_reaches_all_of_them(around: float | None) -
     assert scales == {(-4.0, 9.0) if around is None else (-7.0, 9.0)}
 
 
+@pytest.mark.slow
 def test_patches_are_centred_on_what_changes_nothing() -> None:
     result = patch_result()
     for values, middle in (("effect", 0.0), ("raw", 2.0)):
@@ -200,6 +205,7 @@ def test_patches_are_centred_on_what_changes_nothing() -> None:
     assert torch.allclose(result.effect["S"], (result.raw["S"] - 2) / 2)
 
 
+@pytest.mark.slow
 def test_ablations() -> None:
     heads, neurons = ablate_result("head"), ablate_result("neuron")
     effect = heads.effect.mean(1).reshape(2, 2).numpy()
@@ -215,6 +221,7 @@ def test_ablations() -> None:
     assert np.allclose(ends, frame[["low", "high"]])
 
 
+@pytest.mark.slow
 def test_steering_shows_effect_and_perplexity() -> None:
     left, right = steer_result().plot().axes
     for line in left.lines:
@@ -227,6 +234,7 @@ def test_steering_shows_effect_and_perplexity() -> None:
     assert "<td>1.500</td><td>100.00</td>" in steer_result()._repr_html_()
 
 
+@pytest.mark.slow
 def test_attention_patterns() -> None:
     result = attention_result()
     for first in (True, False):
@@ -251,6 +259,7 @@ def test_attention_view_holds_every_weight() -> None:
     )
 
 
+@pytest.mark.slow
 def test_routing() -> None:
     result = routing_result()
     made = result.plot()

@@ -97,6 +97,7 @@ def test_the_table_says_what_the_run_said(html: str, run: Run) -> None:
         assert rejected == len({(other.fork_position, tuple(other.tokens)) for other in result.rejected})
 
 
+@pytest.mark.slow
 def test_a_dumped_tree_is_the_live_tree(run: Run, dump: Dump) -> None:
     """Log-probs, entropies and lens values read from the files equal the live ones. Labels are added."""
     decode = lambda token: word(run.engine.text, token)  # noqa: E731
@@ -155,6 +156,7 @@ def test_lens_averages(run: Run, dump: Dump) -> None:
     assert entropy.rows[0] == "output" and all(c is None or c.value == pytest.approx(0) for c in kl.cells[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"sites": "S"}, {"positions": "generated"}, {"positions": "last"}, {"rejected": False}])
 def test_dumps_that_hold_less(engine: Engine, tmp_path: Path, options: dict[str, Any]) -> None:
     """Without Z, prompts or rejected branches, the page shows the rest and says what is missing."""
@@ -195,6 +197,7 @@ def sweep(plain_dump: Dump) -> Report:
     return run_sweep(plain_dump, "start", sites="S", positions=("query",), folds=3, permutations=19, estimators="ridge")
 
 
+@pytest.mark.slow
 def test_a_sweep_is_drawn_with_intervals_and_controls(plain_dump: Dump, sweep: Report) -> None:
     """The page shows every cell with its score and interval, every control that ran, and the report's text."""
     html = ReportPage(plain_dump, (sweep,)).html()
@@ -260,6 +263,7 @@ def test_command_on_a_mismatch(dump: Dump, saved_model: Path, tmp_path: Path) ->
     assert 'data-status="mismatch"' in (tmp_path / "a.html").read_text()
 
 
+@pytest.mark.slow
 def test_command_with_probes(plain_dump: Dump, sweep: Report, tmp_path: Path) -> None:
     sweep.save(tmp_path / "probes", figures=False)
     alone = call(tmp_path / "probes", "--out", tmp_path / "a.html")
@@ -350,6 +354,7 @@ def test_findings_come_first_and_the_certificate_last(page: str, swept: Report) 
     assert_harmless(page, 2 + page.count('class="rl-block"'))
 
 
+@pytest.mark.slow
 def test_the_first_sentence_needs_no_knowledge(page: str, bare: str, swept: Report) -> None:
     """The best cell in words, or, where nothing is shown, that it is not; without probes, what the page is about."""
     first = lambda html: re.search(r'<p class="rl-first">([^<]*)</p>', html)[1]  # type: ignore[index]  # noqa: E731
@@ -421,6 +426,7 @@ def test_probes_alone_open_with_their_findings(swept: Report) -> None:
 # ---- how it was decoded --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_timelines_can_be_stepped_through_on_the_page(run: Run, dump: Dump) -> None:
     told = run.most_telling()
     page = ReportPage(dump, decoded=(told,), trees=1).html()
@@ -438,6 +444,7 @@ def test_the_most_telling_example_has_accepted_and_rejected_drafts(run: Run) -> 
     assert any(0 < sum(check.accepted for check in frame.checks) < len(frame.checks) - 1 for frame in told.frames)
 
 
+@pytest.mark.slow
 def test_replay_writes_a_board(tmp_path: Path) -> None:
     file = tmp_path / "out.svg"
     told = call_of_opening(
@@ -503,6 +510,7 @@ def test_the_grid_starts_where_the_answer_does() -> None:
     assert alone is None and text is not None and len(text.columns) == 4, "a text without an answer is shown from its start"
 
 
+@pytest.mark.slow
 def test_averages_start_at_the_answer_and_their_scale_shows_the_inner_layers(coin: Dump) -> None:
     """Before the first block the lens is far off, and the output is exact: neither decides what the others look like."""
     (emitted, entropy, kl) = maps.averages(examples.examples(coin)).maps()
@@ -544,6 +552,7 @@ def engine_of_results() -> Engine:
     return Engine.load("coin-plain")
 
 
+@pytest.mark.slow
 def test_every_verb_can_be_saved(engine_of_results: Engine, tmp_path: Path) -> None:
     results = [make(engine_of_results) for make in VERBS.values()]
     path = report(tmp_path / "a.html", results=results, title="<b>mine</b>")

@@ -50,6 +50,7 @@ from replaylens.workbench.compare import ComparedText, CompareResult
 from replaylens.workbench.dla import DlaResult, LogitPart
 from replaylens.workbench.drawing import Grid, figure, table
 from replaylens.workbench.patch import PatchResult
+from tests.devices import swept
 from tests.drawings import (
     HIGH,
     LOW,
@@ -393,6 +394,7 @@ def test_a_view_of_attention_has_what_there_is_to_see(monkeypatch: pytest.Monkey
         assert ("data-weights" in result._repr_html_()) is shown and "Mean attention by kind" in result._repr_html_()
 
 
+@pytest.mark.slow
 def test_cells_of_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A word in the middle of its cell, white on dark; in a table at most 64 columns, and it says so."""
     values, words = np.array([[0.0, 1.0, math.nan], [2.0, 3.0, 4.0]]), [["a", " b ", "n"], ["  ", "longerword", "e"]]
@@ -1054,7 +1056,7 @@ def test_slots_that_fit_and_how_wide_they_are() -> None:
     assert boards._width("y" * boards.LONGEST) == boards._width("y" * 99) > boards._width("y" * 9) > boards._width("") == 26.0
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", swept([1, 2], 1))
 def test_the_first_line_of_a_page(count: int) -> None:
     probes = (
         Report("judge", [], {"task": "coin"}, {}, findings=["g"]),
@@ -1068,6 +1070,7 @@ def test_the_first_line_of_a_page(count: int) -> None:
     assert "<title>mine</title>" in report.ReportPage(rollouts=(ROLLED,), title="mine").html()
 
 
+@pytest.mark.slow
 def test_a_summary_of_attention_names_layers_and_heads() -> None:
     made = attention_result().plot()
     for axis in made.axes[:4]:

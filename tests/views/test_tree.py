@@ -387,6 +387,7 @@ def test_frames_agree_with_the_engine(engine: Engine) -> None:
         branch.release()
 
 
+@pytest.mark.slow
 def test_a_trace_from_a_file_tells_the_same(run: Run, tmp_path: Path) -> None:
     run.engine.trace.save(tmp_path / "run.trace")
     trace = Trace.load(tmp_path / "run.trace")
@@ -755,6 +756,7 @@ def pictures_of_dumped_thoughts(dump: Dump, engine: ThinkingEngine) -> list[Thin
     return [picture for picture in found if picture is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guess", GUESSES)
 def test_a_dumped_picture_is_the_live_one(guess: Guess, tmp_path: Path) -> None:
     """Chunks, words, probabilities, states and rounds are equal, and so are the thoughts of rolled-back suffixes."""
@@ -821,6 +823,7 @@ def test_a_plain_model_has_none(dump: Dump) -> None:
     assert not any("rl-thinking" in one for one in blocks_of(ReportPage(dump, trees=2).html()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "shown"),
     [({"sites": "Z"}, True), ({"rejected": False}, True), ({"sites": "S"}, False), ({"positions": "generated"}, False)],

@@ -18,6 +18,7 @@ from replaylens.engine.proof.fingerprint import take, weights_hash
 from replaylens.weights.loading import load, located, save
 from replaylens.weights.lora import ADAPTER_FILE, WEIGHTS_FILE, Adapter, AdapterConfig, BaseModules, Lora
 from replaylens.weights.source import Source
+from tests.devices import swept
 from tests.families import hugging_face, hugging_face_folder
 from tests.weights.test_weights import edit_json
 
@@ -77,7 +78,7 @@ def folders(whole: Path, tmp_path: Path) -> tuple[Path, Path]:
     return base, adapter
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", swept(KINDS, "ranks and alphas by module", "fused", "stored transposed"))
 def test_the_merged_model_is_pefts(kind: str, tmp_path: Path) -> None:
     """Every weight within float32's rounding of peft's merge, and far from the base. Peft's model loads with the bits of its
     folder, by its own forward pass as the check, and stays as it is."""
@@ -175,6 +176,7 @@ def test_an_adapter_in_bfloat16_merges_in_float32(folders: tuple[Path, Path]) ->
     assert weights_hash(from_narrow) == weights_hash(load(base, adapter=adapter))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target, changed", [("embed_tokens", "embed"), ("lm_head", "unembed.weight")])
 def test_of_a_tied_pair_only_the_adapted_one_changes(target: str, changed: str, tmp_path: Path) -> None:
     """As the adapter was trained: embedding and head have one weight, and a change of one is added to its output alone."""
@@ -188,6 +190,7 @@ def test_of_a_tied_pair_only_the_adapted_one_changes(target: str, changed: str, 
     torch.testing.assert_close(ours, adapted.eval()(tokens).logits[0, -1].detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_other_forms_of_an_adapted_model(tmp_path: Path) -> None:
     """One of several adapters is active; and transformers' own `load_adapter`."""
     adapted = trained(*KINDS["attention and MLP"], tmp_path / "base", tmp_path / "adapter")
@@ -434,7 +437,7 @@ CHOSEN = (
 """ways to choose modules, which `test_modules_are_chosen_as_peft_chooses_them` tries by name; a third router"""
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in CHOSEN else ()) for kind in WRITTEN])
+@pytest.mark.parametrize("kind", swept(WRITTEN, "ends of names", "all products"))
 def test_what_peft_writes_loads_to_what_peft_computes(kind: str, tmp_path: Path) -> None:
     name, options = WRITTEN[kind]
     adapted = trained(name, {**R4, **options}, tmp_path / "base", tmp_path / "adapter")

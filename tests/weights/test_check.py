@@ -22,14 +22,12 @@ from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.weights import check, loading
 from replaylens.weights.loading import WEIGHTS_FILE, load, save
 from tests.devices import covering
-from tests.families import ALIKE, GROUPED, NAMES, hugging_face, hugging_face_folder
+from tests.families import GROUPED, NAMES, core, hugging_face, hugging_face_folder
 from tests.replay.bridges import bridge
 from tests.weights.test_weights import edit, edit_json, write_gguf
 
 TOKENS = torch.randint(97, (1, 24), generator=torch.Generator().manual_seed(7))
-families = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in NAMES]
-)
+families = pytest.mark.parametrize("name", core(NAMES))
 
 
 def ours(model: Decoder, tokens: Tensor = TOKENS) -> Tensor:
@@ -65,6 +63,7 @@ def test_every_family_is_its_source(name: str, folder: Callable[[str], Path]) ->
         assert weights_hash(load(each, check=True)) == plain
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_its_source(tmp_path: Path) -> None:
     write_gguf(hugging_face("llama"), tmp_path / "tiny.gguf")
     assert weights_hash(load(tmp_path / "tiny.gguf", check=True)) == weights_hash(load(hugging_face("llama")))
@@ -167,6 +166,7 @@ def test_what_the_weights_do_not_show_is_found(plant: str) -> None:
     Engine.load(model, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_behind_a_bridge_too(dtype: torch.dtype) -> None:
     """A bridge converts inputs to its modules' dtypes: these must be the dtypes of the computation."""
@@ -318,7 +318,8 @@ def test_a_field_that_says_what_is_done_anyway_is_taken(name: str, folder: Calla
 # Heads
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2", "gemma2", "gemma3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", core(["llama3", "gpt2", "gemma2", "gemma3"]))
 def test_a_head_of_its_own_unties_a_tied_config(name: str, folder: Callable[[str], Path]) -> None:
     """In memory and in a folder, as in transformers. A head that is the embedding stays tied."""
     import transformers

@@ -30,7 +30,7 @@ from replaylens.weights.loading import build, from_hugging_face, load, save
 from replaylens.weights.source import Source
 from tests.engine.passes.packed import alone, logits, sequences, worst
 from tests.engine.reference import decoder
-from tests.families import BOTH_NAMES, HYBRIDS, MORE, hugging_face, hugging_face_folder
+from tests.families import BOTH_NAMES, HYBRIDS, MORE, core, hugging_face, hugging_face_folder
 from tests.gradients.reference import difference, of_decoder
 from tests.mixtures import YARN
 from tests.replay.bridges import bridge
@@ -38,23 +38,9 @@ from tests.weights.models_page import NO_BRIDGE, PAGE, by_family, oracle_error, 
 
 TOLERANCE = 2e-5
 """relative, of float32 logits against Hugging Face"""
-more = pytest.mark.parametrize("name", MORE)
-WIRINGS = """
-gpt2-by-layer arcee phi stablelm granite olmo olmo2 exaone4 hunyuan cohere bloom mpt
-qwen2-moe-dense gpt-oss phimoe deepseek-v2 deepseek-v3 deepseek-v3-groups lfm2 qwen3-next mamba2 bamba
-""".split()  # noqa: SIM905
-"""models that cover all wirings; the others run the slower tests behind the marker"""
-BITS_ALIKE = ("phi", "stablelm", "olmo", "mpt", "deepseek-v3")
-"""wirings that compute with the operations of others"""
-marked = [name if name in WIRINGS else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
-some = pytest.mark.parametrize("name", marked)
-fewer = pytest.mark.parametrize(
-    "name", [name if name in {*WIRINGS} - {*BITS_ALIKE} else pytest.param(name, marks=pytest.mark.slow) for name in MORE]
-)
+more = pytest.mark.parametrize("name", core(MORE))
 NO_GRADIENTS = ("gpt-oss", *BOTH_NAMES, *HYBRIDS)
-differentiable = pytest.mark.parametrize(
-    "name", [each for name, each in zip(MORE, marked, strict=True) if name not in NO_GRADIENTS]
-)
+differentiable = pytest.mark.parametrize("name", core(name for name in MORE if name not in NO_GRADIENTS))
 
 
 @more
@@ -64,6 +50,7 @@ def test_logits_are_hugging_faces(name: str) -> None:
     load(hugging_face(name), check=True)
 
 
+@pytest.mark.slow
 def test_the_page_of_models_is_up_to_date() -> None:
     """`python -m tests.weights.models_page` writes it."""
     assert PAGE.read_text() == page(PAGE.read_text())
@@ -80,7 +67,8 @@ def test_every_refused_model_has_a_known_neighbour() -> None:
         assert model_type not in FAMILIES and missing and set(closest.split()) <= set(FAMILIES)
 
 
-@some
+@pytest.mark.slow
+@more
 def test_folders_round_trip_to_the_bit(name: str, tmp_path: Path) -> None:
     """A Hugging Face folder and a checkpoint of ours give the bits of the model in memory."""
     live = load(hugging_face(name))
@@ -91,7 +79,7 @@ def test_folders_round_trip_to_the_bit(name: str, tmp_path: Path) -> None:
         assert loaded.config == live.config and weights_hash(loaded) == weights_hash(live)
 
 
-@some
+@more
 def test_every_tensor_matters(name: str) -> None:
     """Negative control: a tensor changed by a tenth moves the logits outside the tolerance."""
     model, tokens = load(hugging_face(name)), sequences((5, 16))
@@ -172,7 +160,7 @@ def metric(row: Tensor) -> Tensor:
     return row.log_softmax(-1)[5] - 0.3 * row[7]
 
 
-@fewer
+@more
 def test_rows_together_have_the_bits_of_rows_alone(name: str) -> None:
     """The heart of the contract at every site; `tests/engine/test_contract.py` has the rest behind the marker `slow`."""
     tokens = sequences((20,), seed=4)[0].tolist()
@@ -442,6 +430,7 @@ def read(raw: dict[str, Any], folder: Path) -> tuple[ModelConfig, Any]:
     return config, theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", pytest.param("DeepSeek-V2", marks=pytest.mark.slow), "DeepSeek-V3"])
 def test_a_published_config_gives_every_tensor_its_place(name: str, tmp_path: Path) -> None:
     """Of the first sparse layer and those before it, without memory for the weights."""
@@ -515,6 +504,7 @@ def test_forced_experts_bring_their_groups_along(name: str) -> None:
         assert all(len({int(each) // 2 for each in row}) <= 2 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("deepseek-v2-groups", marks=pytest.mark.slow), "deepseek-v3-groups"])
 def test_no_forbidden_expert_is_chosen_in_any_group(name: str) -> None:
     """Every set of forbidden experts that is not refused, also by two edits, leaves enough in whatever groups are chosen."""

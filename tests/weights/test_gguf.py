@@ -27,6 +27,7 @@ from replaylens.weights.families import FAMILIES
 from replaylens.weights.gguf import ARCHITECTURES, config_of
 from replaylens.weights.loading import WEIGHTS_FILE, load, text_config
 from replaylens.weights.source import Filler, Shards, Source
+from tests.devices import swept
 from tests.families import hugging_face, hugging_face_folder
 from tests.tiny_shapes import SMALL
 from tests.weights.test_adapter import trained
@@ -152,6 +153,7 @@ def test_every_kind_is_dequantised_to_the_bits_of_gguf(kind: Kind, tmp_path: Pat
         assert torch.equal(ours["blocks.0.mlp.down.weight"], there("blk.0.ffn_down.weight").T.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_our_reader_and_that_of_transformers_agree(kind: Kind, tmp_path: Path) -> None:
     """Weights, and by `check` every layer's output."""
@@ -186,7 +188,14 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "architecture, tied",
-    [(name, tied) for name in EXAMPLES for tied in (True, False) if tied or name not in ("gemma", "gemma2")],  # always tied
+    swept(
+        [(name, tied) for name in EXAMPLES for tied in (True, False) if tied or name not in ("gemma", "gemma2")],
+        ("llama", True),
+        ("llama", False),
+        ("gpt2", True),
+        ("gemma2", True),
+        ("olmo2", True),
+    ),  # always tied
 )
 def test_every_architecture_loads_to_the_model_that_was_written(architecture: str, tied: bool, tmp_path: Path) -> None:
     """The config, and every weight: to the bit, except norms that llama.cpp stores one higher."""
@@ -374,6 +383,7 @@ def test_keys_become_fields(architecture: str, keys: dict[str, Any], wanted: dic
         fields(architecture, **keys | {"feed_forward_length": [200, 200, 100]})
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     file = write(hugging_face("llama"), tmp_path / "x.gguf", "llama")

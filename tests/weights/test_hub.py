@@ -147,6 +147,7 @@ def test_adapters_and_their_bases_by_name(cache: Path, models: Path, tmp_path: P
         assert both.fingerprint == alone.fingerprint
 
 
+@pytest.mark.slow
 def test_commands_take_names(cache: Path, tmp_path: Path) -> None:
     """A dump is made and verified by name, also without naming the model again; what is not in the cache is not fetched."""
     (tmp_path / "texts.jsonl").write_text('{"tokens": [1, 2, 3]}\n{"tokens": [4, 5]}\n')
@@ -334,6 +335,7 @@ def test_a_name_that_is_here_is_not_asked_for(server: type[_Hub], models: Path, 
     assert server.asked, "control: a branch may have moved"
 
 
+@pytest.mark.slow
 def test_a_name_is_downloaded_once(server: type[_Hub], models: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time, a commit is not asked for at all; offline, the branch is as it was."""
     (extra := models / "gpt2" / "pytorch_model.bin").write_bytes(b"a pickle")
@@ -368,6 +370,7 @@ def test_answers_of_the_hub_are_named(server: type[_Hub], source: str, error: ty
         Engine.load(source)
 
 
+@pytest.mark.slow
 def test_weights_are_not_downloaded_in_vain(server: type[_Hub], models: Path, tmp_path: Path) -> None:
     """A family that is not supported, and a repository without safetensors, are refused before."""
     shutil.copytree(models / "gpt2", tmp_path / "rwkv")

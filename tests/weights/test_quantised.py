@@ -19,6 +19,7 @@ from replaylens.weights import quantised
 from replaylens.weights.loading import WEIGHTS_FILE, load
 from replaylens.weights.quantised import dequantised, from_mxfp4
 from replaylens.weights.source import Source
+from tests.devices import swept
 from tests.families import hugging_face, hugging_face_folder
 from tests.weights.test_adapter import trained
 from tests.weights.test_weights import edit_json
@@ -164,7 +165,9 @@ def write(folder: Path, config: dict[str, Any], pack: Callable[[int, int, int], 
     return plain
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize(
+    "kind", swept(FORMATS, "gptq, act order", "awq", "fp8, blocks", "fbgemm", "compressed int4", "compressed int8")
+)
 def test_a_checkpoint_loads_to_the_values_that_it_stands_for(kind: str, tmp_path: Path) -> None:
     """Bit for bit the model of the plain checkpoint, in float32 and in bfloat16."""
     plain = write(tmp_path / "quantised", *FORMATS[kind])
@@ -203,6 +206,7 @@ def test_serving_a_quantised_folder(tmp_path: Path) -> None:
     assert engine.prompt([1, 2, 3]).generate(4).certified
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_into_the_values_of_its_base(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     plain = write(tmp_path / "quantised", *FORMATS["gptq"])
@@ -508,7 +512,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Tensors, Tenso
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", swept(MODELS, "qwen3_moe"))
 def test_a_quantised_mixture_loads_to_the_values_that_it_stands_for(name: str, tmp_path: Path) -> None:
     config, quantisation, pack = MODELS[name]
     torch.manual_seed(0)

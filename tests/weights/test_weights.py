@@ -29,12 +29,13 @@ from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.thinking.core import ThinkingEngine
 from replaylens.weights.loading import CONFIG_FILE, WEIGHTS_FILE, build, load, save
 from replaylens.weights.opening import load_text
+from tests.devices import swept
 from tests.engine.passes.packed import logits, sequences
-from tests.families import NAMES, hugging_face, hugging_face_folder
+from tests.families import NAMES, core, hugging_face, hugging_face_folder
 from tests.mixtures import MIXTURES
 from tests.replay.bridges import bridge, saved_tokenizer
 
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize("name", core(NAMES))
 
 
 def assert_same(a: Decoder, b: Decoder) -> None:
@@ -108,13 +109,14 @@ def test_folder_is_the_live_model(name: str, tmp_path: Path) -> None:
     assert_same(load(str(tmp_path / "many")), live)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("name", swept(["gpt2", "llama3", "gemma2", "gemma3"], "gpt2"))
 def test_folder_of_a_bare_transformer_loads(name: str, tmp_path: Path) -> None:
     """Tied models are often published without the head, and their tensors without its prefix (GPT-2's own files)."""
     copy.deepcopy(hugging_face(name)).base_model.save_pretrained(tmp_path)  # writes into the shared config
     assert_same(load(tmp_path), load(hugging_face(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["glm4-moe", "dots1"])
 def test_no_shared_experts_are_tensors_without_values(name: str, tmp_path: Path) -> None:
     """transformers makes a shared expert of width 0, whose tensors hold nothing. One that holds something is refused."""
@@ -206,6 +208,7 @@ def test_bridge_is_the_live_model(name: str) -> None:
     assert_same(load(bridge(name)), load(hugging_face(name)))
 
 
+@pytest.mark.slow
 def test_bridge_with_processed_weights_is_refused() -> None:
     """With norms folded into products, the weights are another model's: they are refused."""
     processed = bridge.__wrapped__("gpt2")  # a separate bridge, since the test modifies it
@@ -288,6 +291,7 @@ def test_what_is_made_ahead_may_lie_in_two_places_in_turn() -> None:
     assert list(read(fingerprint._ahead(made()))) == list(range(50))
 
 
+@pytest.mark.slow
 def test_gguf_is_the_live_model(tmp_path: Path) -> None:
     """A GGUF file in float32 gives the bits of the model it was written from."""
     write_gguf(hugging_face("llama"), tmp_path / "tiny.gguf")
@@ -700,7 +704,7 @@ def test_weights_of_an_engine_made_from_a_decoder_are_watched() -> None:
         engine.prompt([1, 2, 3])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", swept(["llama", "gpt2", "mixtral"], "llama"))
 def test_weights_of_an_engine_are_the_models(name: str) -> None:
     """Packed or not, all of them are counted, read and hashed; reading gives ordinary tensors."""
     theirs = hugging_face(name)

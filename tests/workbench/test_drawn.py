@@ -43,7 +43,7 @@ from replaylens.workbench.dla import DlaResult
 from replaylens.workbench.drawing import Grid
 from replaylens.workbench.drawing import figure as figure_of
 from tests.engine.reference import perturbed
-from tests.families import hugging_face
+from tests.families import core, hugging_face
 from tests.features.tiny import write
 from tests.replay.bridges import bridge
 from tests.toy_model import random_model
@@ -99,6 +99,7 @@ def test_the_embedding_does_not_set_the_colours_of_a_lens(served: Engine) -> Non
     assert panels(result.plot())[0].get_title() == "Logit lens: log-probability of ' tails'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "ends"), [((2.0, 3.0), "neither"), ((0.0, 3.0), "min"), ((2.0, 9.0), "max"), ((0.0, 9.0), "both")]
 )
@@ -183,6 +184,7 @@ def test_ablated_neurons_with_their_intervals(served: Engine) -> None:
 # Attribution
 
 
+@pytest.mark.slow
 def test_attributed_heads_are_sums_over_positions(served: Engine) -> None:
     """Control: means would be other numbers."""
     found = attribution_patching(served, HEADS, TAILS, PAIR, heads=True, compare=True)
@@ -193,6 +195,7 @@ def test_attributed_heads_are_sums_over_positions(served: Engine) -> None:
         assert same(drawn, values.sum(1)) and not np.allclose(drawn, values.mean(1)) and -low == high == abs(drawn).max()
 
 
+@pytest.mark.slow
 def test_attributed_rows(served: Engine) -> None:
     """The stream that leaves the last block is above those that enter blocks. Each line of panels has its own scale."""
     found = attribution_patching(served, HEADS, TAILS, PAIR, "STC", compare=True)
@@ -252,6 +255,7 @@ def test_the_strongest_features_come_first(served: Engine, tmp_path: Path) -> No
 # Attention, routing and steering
 
 
+@pytest.mark.slow
 def test_attention_patterns_are_drawn_as_they_are(served: Engine) -> None:
     """Queries from top to bottom; the summary is the table's numbers, layers by heads."""
     result = attention(served, HEADS, layers=[1, 3])
@@ -284,6 +288,7 @@ def test_the_load_of_an_expert_is_the_sum_over_its_tokens() -> None:
     assert np.allclose(load["weight"], found["sum"], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_routing_shows_the_heaviest_expert() -> None:
     mixture = MixtureConfig(6, 20, Routing(2), layers=(True, False, True))
     result = routing(Engine(random_model(num_layers=3, mixture=mixture)), [(5 * i * i + 2) % 61 for i in range(9)])
@@ -318,6 +323,7 @@ def test_steering_draws_geometric_means(served: Engine) -> None:
 # `steer` and `attention`: what they generate and show is what branches and captures give.
 
 
+@pytest.mark.slow
 def test_steering_is_generating_under_an_edit() -> None:
     served, alone = Engine.load("coin-plain"), Engine.load("coin-plain")
     result = steer(served, ([HEADS], [TAILS]), [HEADS, TAILS], layers=[1, 3], strengths=[-2, 2], n=3)
@@ -428,6 +434,7 @@ def test_refused_steering_leaves_no_branch() -> None:
     assert not served.loop.lanes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_patterns_are_those_of_transformer_lens(name: str) -> None:
     served = Engine(loading.load(hugging_face(name), torch.float32))
@@ -439,6 +446,7 @@ def test_patterns_are_those_of_transformer_lens(name: str) -> None:
         torch.testing.assert_close(result.pattern[layer], cache[f"blocks.{layer}.attn.hook_pattern"][0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_summary_of_heads() -> None:
     served = Engine.load("coin-plain")
     result = attention(served, HEADS, layers=[1, 3])
@@ -675,7 +683,7 @@ def close(found: float, wanted: float) -> bool:
     return abs(found - wanted) < CLOSE
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", core(FAMILIES))
 def test_parts_are_those_of_a_float64_reference(name: str) -> None:
     theirs = hugging_face(name)
     served, reference = Engine(loading.load(theirs, torch.float32), page_size=4), Reference(loading.load(theirs))
@@ -781,6 +789,7 @@ def test_the_table_names_the_largest_part_first() -> None:
     assert result.frame.iloc[0]["part"] == first.name and f"{result.total:.4g}" in repr(result)
 
 
+@pytest.mark.slow
 def test_figures_show_the_parts() -> None:
     by_layer = of_coin("layer")
     axis = by_layer.plot().axes[0]

@@ -354,6 +354,7 @@ def test_the_lens_is_the_unembedded_residual_stream() -> None:
     assert result.top[-1][-1][0] == " tails" and result.rank[-1, -1] == 0
 
 
+@pytest.mark.slow
 def test_the_lens_of_the_next_token_and_its_pictures() -> None:
     served = Engine.load("coin-plain")
     result = lens(served, COIN.format("heads"))
@@ -426,6 +427,7 @@ PAIRS = [FIRST, tuple(text.format(state) for text, state in zip(SECOND, ("tails"
 OWN = [(" tails", " heads"), (" heads", " tails")]
 
 
+@pytest.mark.slow
 def test_patches_of_several_pairs_are_means_with_intervals() -> None:
     served = Engine.load("coin-plain")
     pairs = [*PAIRS, FIRST[::-1]]
@@ -471,6 +473,7 @@ def test_pairs_with_different_lengths_are_averaged_from_their_ends() -> None:
         patch(served, [FIRST[0], "Zork"], [FIRST[1], "Zork"], metric=OWN)
 
 
+@pytest.mark.slow
 def test_heads_of_pairs_with_different_lengths_are_averaged() -> None:
     served, longer = Engine.load("coin-plain"), "A coin's state is {}. Bob flips. Alice flips. What's the state? A:"
     pairs = [FIRST, (longer.format("heads"), longer.format("tails"))]
@@ -497,6 +500,7 @@ def test_pairs_that_cannot_be_patched_are_named(clean: Any, corrupt: Any, metric
         patch(Engine.load("coin-plain"), clean, corrupt, metric=metric)
 
 
+@pytest.mark.slow
 def test_attributions_of_several_pairs_are_means_with_intervals() -> None:
     served = Engine.load("coin-plain")
     clean, corrupt = map(list, zip(*PAIRS, strict=True))
@@ -733,7 +737,11 @@ AT_THE_BOUND: list[tuple[str, str, Callable[[Engine, int], Any], int, int]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "most", "least"), [(kind, *rest) for kind, _, *rest in AT_THE_BOUND], ids=[row[1] for row in AT_THE_BOUND]
+    ("kind", "call", "most", "least"),
+    [
+        pytest.param(kind, *rest, id=said, marks=() if i % 3 == 0 else pytest.mark.slow)
+        for i, (kind, said, *rest) in enumerate(AT_THE_BOUND)
+    ],
 )
 def test_numbers_are_taken_up_to_their_bounds(
     kind: str, call: Callable[[Engine, int], Any], most: int, least: int, engine: Engine

@@ -13,6 +13,7 @@ from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.passes.lens import TunedLens
 from replaylens.gradients import derivatives
 from replaylens.workbench.lens import compare_lenses, fit_jacobian_lens
+from tests.devices import swept
 from tests.toy_model import random_model
 
 TEXTS = [[3, 1, 4, 1, 5], [2, 6, 5]]
@@ -51,7 +52,7 @@ def own_jacobians(model: Decoder, path: list[int], layer: int) -> Tensor:
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", swept(SHAPES, "a window"))
 def test_it_is_the_mean_of_the_jacobians(shape: str) -> None:
     changes = SHAPES[shape]
     model = random_model(1, gain=4.0, **changes)
@@ -65,6 +66,7 @@ def test_it_is_the_mean_of_the_jacobians(shape: str) -> None:
     assert not fitted.bias.any()
 
 
+@pytest.mark.slow
 def test_nothing_passes_between_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with what keys and values do to later rows, the lens is another one."""
     engine = Engine(random_model(1, gain=4.0))
@@ -74,6 +76,7 @@ def test_nothing_passes_between_positions(monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(fit_jacobian_lens(engine, TEXTS).weight, right.weight)
 
 
+@pytest.mark.slow
 def test_the_means_map_to_each_other() -> None:
     engine = Engine(random_model(1, gain=4.0))
     fitted = fit_jacobian_lens(engine, TEXTS, first=0)
@@ -85,6 +88,7 @@ def test_the_means_map_to_each_other() -> None:
         assert (read - means[-1]).norm() / means[-1].norm() < 1e-5
 
 
+@pytest.mark.slow
 def test_the_fit_is_a_function_of_its_texts() -> None:
     """torch.equal, whatever else the engine has served. Control: another text gives another lens."""
     engine, fresh = Engine(random_model(1)), Engine(random_model(1))
@@ -116,6 +120,7 @@ def test_it_goes_where_a_tuned_lens_goes(coin: Engine, tmp_path: Any) -> None:
     assert torch.equal(branch.activations["Z.kl"].t(), read.kl)
 
 
+@pytest.mark.slow
 def test_lenses_side_by_side(coin: Engine) -> None:
     """One line per lens and layer, the model's output last; the figure has a line for each lens."""
     engine, texts, fitted = coin, [COIN, "A coin's state is tails."], fit_jacobian_lens(coin, ["A coin's state"])

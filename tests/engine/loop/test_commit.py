@@ -109,7 +109,7 @@ def tokens_of(name: str) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_the_answers_are_those_of_the_whole_text(name: str, data: st.DataObject) -> None:
     text = TEXTS[name]()
@@ -509,6 +509,7 @@ def test_cancelled_requests_still_in_a_verify_batch() -> None:
     assert_canonical(stays)
 
 
+@pytest.mark.slow
 def test_preempted_requests_still_in_a_verify_batch() -> None:
     """A preempted request is in no pass until it has pages again, and is recomputed to the same bits."""
     subject = engine(cache_tokens=48)  # 12 pages; each request ends up needing 8

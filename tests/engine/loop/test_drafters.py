@@ -145,6 +145,7 @@ def test_right_forced_drafts_are_all_accepted_and_wrong_ones_not() -> None:
     assert branch.statistics.passes == n, "the verifier's own token each"
 
 
+@pytest.mark.slow
 def test_tree_follows_a_sibling() -> None:
     """If the early exit's second or third choice is right, the pass still gains more than one token."""
     subject = engine(tree_width=3)
@@ -222,6 +223,7 @@ def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
     return ModelDrafter(Runner(small, num_pages, 4), VOCAB, str)
 
 
+@pytest.mark.slow
 def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder) -> None:
     """The same through the engine: on a rolled-back branch and on forks, it drafts what a fresh drafter does."""
     subject = subject_with(small)

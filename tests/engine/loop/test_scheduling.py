@@ -17,6 +17,7 @@ from replaylens.engine.memory.prefix import PrefixIndex
 from replaylens.engine.memory.tree import DRAFT
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
+from tests.devices import swept
 from tests.engine.coin_engine import PROMPT
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy, watch_passes
 
@@ -44,6 +45,7 @@ def assert_right(branch: Branch, prompt: list[int], n: int, sampling: Sampling |
 # ---- admission -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [12, 48])
 def test_no_more_cached_prefixes_are_given_up_than_a_turn_lacks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The search for the oldest looks at those that it gives up, however many there are."""
@@ -130,7 +132,7 @@ def test_prefills_are_cut_into_chunks_beside_decoding_requests(max_rows: int) ->
 
 
 @pytest.mark.parametrize("window", [4, None])
-@pytest.mark.parametrize("drafter", ["self", "lens", "tree"])
+@pytest.mark.parametrize("drafter", swept(["self", "lens", "tree"], "self"))
 def test_no_pass_has_more_rows_than_allowed(drafter: str, window: int | None) -> None:
     subject = engine(max_rows=20)
     branches = subject.prompts([[i, i + 1] for i in range(7)])
@@ -200,6 +202,7 @@ def test_when_pages_run_out_requests_wait_or_are_computed_again_to_the_same_bits
             assert len(rows) == branch.length - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [6, 22, 36, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(300, 500))])
 def test_the_oldest_request_finds_the_pages_of_all_others(seed: int) -> None:
     """Requests that fit alone fit together, in any order and after any past. A job that had taken its first page while the
@@ -251,6 +254,7 @@ def looks(monkeypatch: pytest.MonkeyPatch, subject: Engine, forks: list[Branch],
     return count, sum(len(s.tokens) for segments in passes for s in segments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [160, 1 << 16])
 def test_a_token_takes_no_longer_beside_more_branches(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     """Two tokens on each fork of one prompt, with room for 39 of their tails and for all. No row is computed twice: forks are
@@ -560,6 +564,7 @@ PENALISED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PENALISED)
 def test_the_second_chain_is_judged_on_its_own_path(name: str) -> None:
     """Chain 0 starts with the token that is right only after chain 1's first one.

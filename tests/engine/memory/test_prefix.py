@@ -18,6 +18,7 @@ from replaylens.engine.memory.path import PathHistory, PathStates, TokenPath, To
 from replaylens.engine.memory.prefix import ROOT_KEY, PrefixIndex, Trail, chain_key
 from replaylens.engine.memory.tree import BranchTree
 from replaylens.engine.request.sampling import Sampling
+from tests.devices import swept
 from tests.toy_model import engine
 
 SIZE = 2
@@ -353,7 +354,7 @@ def test_forks_do_not_hash_their_prefix_again(monkeypatch: pytest.MonkeyPatch) -
 ACCEPTED, DRAFT, PENDING, PROMPT = TokenState.ACCEPTED, TokenState.DRAFT, TokenState.PENDING, TokenState.PROMPT
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", swept(range(20), 0, 1, 2, 3, 4))
 def test_paths_are_the_lists_that_they_would_be(seed: int) -> None:
     chance = random.Random(seed)
     paths: list[tuple[TokenPath, list[int]]] = [(TokenPath(range(9)), list(range(9)))]

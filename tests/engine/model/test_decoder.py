@@ -40,13 +40,13 @@ from replaylens.weights.families.moe import deepseek_v2_mixture, deepseek_v3_mix
 from replaylens.weights.loading import build, load
 from tests.engine.passes.packed import RAGGED, alone, logits, pack, relative, sequences, worst
 from tests.engine.reference import decoder, random_decoder
-from tests.families import LATENT_NAMES, NAMES, hugging_face
+from tests.families import LATENT_NAMES, NAMES, core, hugging_face
 from tests.replay.bridges import bridge
 from tests.weights.models_page import NO_BRIDGE
 
 TOLERANCE = 2e-5
 """relative tolerance of float32 logits against Hugging Face"""
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize("name", core(NAMES))
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from replaylens.engine.request.capture import PassTap
 from replaylens.thinking.thoughts import ThinkingSites
 from replaylens.weights.loading import load
 from tests.engine.passes.packed import logits, sequences
-from tests.families import ALIKE, BOTH_NAMES, LATENT_NAMES, MORE, NAMES, NEW_WIRINGS, hugging_face
+from tests.families import BOTH_NAMES, LATENT_NAMES, MORE, NAMES, NEW_WIRINGS, core, hugging_face
 from tests.replay.bridges import bridge
 
 TOLERANCE = 1e-5
 SEQUENCES, LENGTH = 2, 19
 """longer than the windows; of equal lengths, since the pattern of ragged sequences is not a tensor"""
-families = pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ALIKE else n for n in NAMES])
+families = pytest.mark.parametrize("name", core(NAMES))
 WIRINGS = (*NEW_WIRINGS, LATENT_NAMES[1], BOTH_NAMES[0], "phi", "gpt-oss", "falcon-h1", "olmo-hybrid", "nemotron-h")
 NOT_IN_BRIDGE = {("neox", "hook_rot_q"), ("neox", "hook_rot_k")}
 """(family, end of the site's name) that the bridge lacks; checked through the pattern instead"""
@@ -223,6 +223,7 @@ def test_table_lists_what_a_pass_comes_by(name: str) -> None:
         assert sites.sites[site].layer == (int(site.split(".")[1]) if site.startswith("blocks.") else None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [WIRINGS, pytest.param((*NAMES, *MORE), marks=pytest.mark.slow)], ids=["wirings", "all"])
 def test_sites_come_in_the_order_of_a_pass(names: tuple[str, ...]) -> None:
     """As a tap sees them in an engine's pass: norms before or after a rotation, latents, gates, mixers next to attention."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from replaylens import Engine
 from replaylens.kernels.cpu_attention import KV_BLOCK, HostRows, attend
 from replaylens.weights import loading
-from tests.families import ALIKE, NAMES, hugging_face
+from tests.families import NAMES, core, hugging_face
 
 LENGTH = 150
 """more than two blocks of keys"""
@@ -68,7 +68,7 @@ def test_every_key_counts(key: int) -> None:
     assert torch.equal(attend(q, keys, vs, rows, 1.0)[0, 0], vs[0, key])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in NAMES])
+@pytest.mark.parametrize("name", core(NAMES))
 def test_the_engine_against_hugging_face_at_150_tokens(name: str) -> None:
     """Logits of every position, in one pass and in uneven chunks, against Hugging Face in float64."""
     model = hugging_face(name)

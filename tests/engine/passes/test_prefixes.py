@@ -44,8 +44,7 @@ def one_page_too_many(batch: Batch) -> HostRows:
         ("llama", 16),
         ("gemma2", 4),
         ("long", 24),
-        ("long", 128),
-        *((name, 16) for name in WIRINGS),
+        *(pytest.param(*slow, marks=pytest.mark.slow) for slow in [("long", 128), *((name, 16) for name in WIRINGS)]),
     ],
 )
 def test_random_trees_have_the_same_bits_on_any_pages_and_in_any_company(name: str, page_size: int) -> None:

@@ -14,6 +14,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import recorded
 from replaylens.engine.passes.recorded import Extent, RecordedPasses
 from replaylens.kernels import cpu
+from tests.devices import swept
 from tests.engine.reference import same_bits
 from tests.families import MORE, NAMES, hugging_face
 from tests.hostile import divide_everything
@@ -63,7 +64,7 @@ FAMILIES = (*NAMES, *MORE)
 
 @pytest.mark.parametrize(
     "name",
-    [x if x in ("gpt2", "gemma2", "qwen3", "bloom", "olmo") else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES],
+    swept(FAMILIES, "gpt2", "gemma2", "bloom"),
 )
 def test_every_family_has_its_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hugging_face(name)

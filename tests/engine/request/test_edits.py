@@ -18,7 +18,7 @@ from replaylens.engine.request.placed import PlacedEdit, page_keys
 from replaylens.engine.request.placing import place
 from replaylens.tasks.texts import GivenTexts
 from replaylens.weights import loading
-from tests.devices import DEVICES, covering
+from tests.devices import DEVICES, covering, swept
 from tests.engine.coin_engine import PROMPT
 from tests.families import hugging_face
 from tests.replay.bridges import bridge
@@ -214,7 +214,7 @@ EDITS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", pytest.param("neox", marks=pytest.mark.slow), "gemma2"])
+@pytest.mark.parametrize("name", swept(["llama", "neox", "gemma2"], "gemma2"))
 def test_edited_bits_do_not_depend_on_the_road(name: str, device: str) -> None:
     """Direct or verified with any drafter, forked or planted, alone or beside other requests: one result."""
     served = engine(name, device, lens_layer=2)
@@ -325,7 +325,7 @@ def assert_one_result(name: str, made: list[Edit]) -> None:
     served.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", swept(["llama", "gemma2"], "gemma2"))
 def test_bits_do_not_depend_on_the_code_path(name: str) -> None:
     assert_one_result(name, edits(engine(name).config.d_head))
 

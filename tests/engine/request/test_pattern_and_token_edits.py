@@ -16,6 +16,7 @@ from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place
 from replaylens.engine.serving.branch import Branch
 from replaylens.weights.loading import load
+from tests.devices import swept
 from tests.engine.request.test_edits import LENGTH, SHORT, TOKEN, TOKENS, VECTOR, assert_one_result, engine
 from tests.families import hugging_face
 from tests.toy_model import engine as toy_engine
@@ -59,7 +60,7 @@ def edits() -> list[Edit]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", swept(["llama", "gemma2"], "gemma2"))
 def test_bits_do_not_depend_on_the_code_path(name: str) -> None:
     assert_one_result(name, edits())
 

@@ -34,6 +34,7 @@ def agree(form: str, pieces: list[str], expected: list[int], cut: int = 0) -> No
             chosen(form, length, NUM_PROMPT, lambda: pieces)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(["all", "prompt", "response", "generated"]), ENDS, ENDS, st.integers(1, 5), st.integers(9, 30), st.data()
 )

@@ -18,6 +18,7 @@ from replaylens.engine.memory.tree import BranchStatus
 from replaylens.engine.request.sampling import Sampling, gumbel, hash_bits
 from replaylens.kernels import cpu_noise
 from replaylens.kernels import reference as kernels
+from tests.devices import swept
 from tests.toy_model import VOCAB, continuation, engine, scripted_model, toy
 
 EVERYTHING = Sampling(
@@ -150,6 +151,7 @@ def test_a_draw_that_bounds_the_noise_is_the_plain_one(monkeypatch: pytest.Monke
     assert all(cpu_noise.draw(scores, seed, 3) == drawn_plainly(scores, seed, 3) for scores in odd for seed in range(9))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject) -> None:
     """Only the winner's margin matters: swaps among other tokens change nothing."""
@@ -163,7 +165,8 @@ def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject)
     assert sampling.choose(lowered, path, 1) == drawn
 
 
-@pytest.mark.parametrize("temperature", [0.5, pytest.param(1.0, marks=pytest.mark.slow), 2.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", swept([0.5, 1.0, 2.0], 0.5))
 def test_draws_are_distributed_like_the_softmax(temperature: float) -> None:
     """Over positions of one seed, and over seeds of one position. The seeds are fixed, so the p-value is a constant."""
     logits = np.asarray([0.3, -1.0, 1.2, 0.0, 0.9, -0.4], dtype=np.float32)

@@ -18,7 +18,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.request import Stream
-from tests.devices import covering
+from tests.devices import covering, swept
 from tests.toy_model import Reference, continuation, engine, random_model, toy, watch_passes
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -387,7 +387,7 @@ def test_a_variant_has_the_bits_of_its_edits_alone(max_rows: int) -> None:
 LAST = ("attn.hook_z", "attn.hook_out", "ln2.hook_out", "mlp.hook_post", "mlp.hook_out", "hook_out")
 
 
-@pytest.mark.parametrize("positions", [[-1], [6, 3], None])
+@pytest.mark.parametrize("positions", swept([[-1], [6, 3], None], [6, 3]))
 @pytest.mark.parametrize("family", [{}, {"parallel_residual": True}, {"post_norms": True}], ids=str)
 def test_only_the_rows_that_are_read_leave_the_last_block(family: dict[str, Any], positions: list[int] | None) -> None:
     """Edits in the last block, before and after its attention, alone and together; reads of some rows and of all."""

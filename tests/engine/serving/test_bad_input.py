@@ -38,6 +38,7 @@ from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.forest import Forest
 from replaylens.engine.serving.request import Stream
 from replaylens.tasks.errors import TaskError
+from tests.devices import swept
 from tests.toy_model import VOCAB, Reference, continuation, engine, random_model, toy
 
 SITE = "blocks.1.hook_in"
@@ -785,7 +786,9 @@ def test_odd_values_within_a_sampling_or_an_edit(name: str, served: Engine) -> N
 LOADED = ("device", "dtype", "draft_model", "cache_tokens", "page_size", "max_rows", "lens_layer", "tree_width", "canary")
 
 
-@pytest.mark.parametrize("name", [*LOADED, "guess", "check", "tokenizer", "record"])
+@pytest.mark.parametrize(
+    "name", swept([*LOADED, "guess", "check", "tokenizer", "record"], "tree_width", "dtype", "draft_model", "check", "record")
+)
 def test_odd_values_for_loading(name: str) -> None:
     assert asked(lambda v: Engine.load(toy(), **{name: v})) > 20
 

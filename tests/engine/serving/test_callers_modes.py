@@ -7,9 +7,9 @@ and streams that were made elsewhere. All public calls are in `tests/test_bounda
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from replaylens import Edit, Engine, tasks
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.model import modes
 from tests.engine.reference import same_bits
-from tests.hostile import COMBINED, MODES, Mode
+from tests.hostile import MODES, Mode
 from tests.toy_model import random_model
 
 PROMPT = "A coin's state is heads. Alice flips. What's the state? A:"
@@ -103,20 +103,6 @@ def different(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
         return all(type(x) is Tensor and x.dtype == y.dtype and torch.equal(x, y) and not x.is_inference() for x, y in pairs)
 
     return [verb for verb in theirs if not same(ours[verb], theirs[verb])]
-
-
-@contextmanager
-def combined(state: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for mode in COMBINED[state]:
-            stack.enter_context(MODES[mode]())
-        yield
-
-
-@pytest.mark.parametrize("state", COMBINED)
-def test_no_verb_depends_on_many_modes_at_once(state: str, usual: dict[str, Any], tmp_path: Path) -> None:
-    within = partial(combined, state)
-    assert different(outcome(within, within, tmp_path / "d"), usual) == []
 
 
 @pytest.mark.slow

@@ -114,7 +114,9 @@ def differences(seen: Any, truth: Seen) -> list[str]:
 # ---- many threads, one engine ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_tokens": 160, "max_rows": 24}], ids=["room", "preempted"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"cache_tokens": 160, "max_rows": 24}], ids=["room", "preempted"]
+)
 def test_every_thread_gets_what_it_would_get_alone(options: dict[str, Any]) -> None:
     truths = [story(engine(), seed) for seed in range(3)]
     subject = engine(canary=True, **options)

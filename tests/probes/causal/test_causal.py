@@ -46,6 +46,7 @@ def line(report: Report, what: str) -> dict[str, float]:
     return next(each for each in report.lines if each["what"] == what)
 
 
+@pytest.mark.slow
 def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
     """Steering along the mass-mean direction flips the answer. Random directions of the same length do not."""
     report = steer(engine, probe, fresh, untrained=placebo_probes(coin_dump, probe, 16))
@@ -57,6 +58,7 @@ def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: Linea
     assert line(report, "steer: probe minus untrained probe")["low"] > 0
 
 
+@pytest.mark.slow
 def test_the_same_report_twice(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
     one, other = (
         json.dumps(steer(engine, probe, fresh[:8], untrained=placebo_probes(coin_dump, probe, 2), placebos=2).to_json())
@@ -65,6 +67,7 @@ def test_the_same_report_twice(engine: Engine, coin_dump: Dump, probe: LinearPro
     assert one == other
 
 
+@pytest.mark.slow
 def test_intervals_know_that_placebos_are_a_sample(
     engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]
 ) -> None:
@@ -99,6 +102,7 @@ def test_a_probe_is_one_line(probe: LinearProbe) -> None:
     assert len(shown) < 160 and "face at S3 (blocks.3.hook_in), query: heads, tails; mass-mean" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["dump", "run"])
 def test_layers_that_are_not_there(engine: Engine, coin_dump: Dump, kept: str) -> None:
     """The message lists the available layers. No command accepts negative layers."""
@@ -126,6 +130,7 @@ def test_steering_back_is_no_flip(engine: Engine, probe: LinearProbe, fresh: lis
     assert line(report, "steer: probe")["accuracy"] == 0
 
 
+@pytest.mark.slow
 def test_ablation_and_refit(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
     report = ablate(engine, probe, fresh, placebos=2)
     before, after = line(report, "refit: site, before"), line(report, "refit: site, after")
@@ -134,6 +139,7 @@ def test_ablation_and_refit(engine: Engine, probe: LinearProbe, fresh: list[Exam
     assert any("refit at the last layer, after" in said for said in report.findings)
 
 
+@pytest.mark.slow
 def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
     """Exchanging the component along the direction changes the answer; exchanging the whole row always does."""
     report = interchange(engine, probe, fresh, placebos=2)

@@ -498,6 +498,7 @@ def test_refused(case: str) -> None:
 # ---- without a task ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_natural_call(tmp_path: Path) -> None:
     """No site, no position: every site at every row. What needs a task or tokens is skipped by name."""
     report = sweep(of_arrays({("S", 0): RANDOM.normal(size=(N, 4)), ("S", 1): X[:, :4]}), "label", **QUICK)
@@ -632,6 +633,7 @@ def test_parts_of_different_models_are_different_observations() -> None:
         ProbeRows.join(a=of_arrays(keys=range(N)), b=of_arrays(X + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [False, True], ids=["cache", "text"])
 def test_the_same_prompts_in_two_parts_leak_nothing(words: bool) -> None:
     """Coin tosses for prompts that come in two parts, in another order: a probe that saw a prompt in one part is never tested

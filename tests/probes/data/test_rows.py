@@ -45,6 +45,7 @@ from replaylens.probes.sweeps import sweep
 from replaylens.tasks.errors import TaskError
 from replaylens.views.report import ReportPage
 from replaylens.weights import loading
+from tests.devices import swept
 from tests.features.tiny import COUNT, write
 from tests.probes.synthetic import labelled_rows, rows_of
 from tests.toy_model import engine as toy_engine
@@ -67,6 +68,7 @@ def test_run_and_dump_give_the_same_rows(engine: Engine, rows: ProbeRows) -> Non
     assert set(made.frame) == set(some.frame) - {"shard", "row"}
 
 
+@pytest.mark.slow
 def test_probabilities_are_computed_when_asked(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fitting a probe on a run unembeds nothing. Reading log-probability or entropy, also of some rows, through a position or
     in a join, computes them once for the run, with the bits of a dump, and many texts a pass."""
@@ -112,6 +114,7 @@ def test_positions_of_a_text(rows: ProbeRows) -> None:
     assert len(main.at("all")) == len(main)
 
 
+@pytest.mark.slow
 def test_query_of_padded_prompts() -> None:
     """A model that reads whole chunks pads its prompts. The query is the last word, the answer is next, padding is neither."""
     thinker, task = Engine.load("coin-thinking"), tasks.get("coin")(rendering="picture")
@@ -252,6 +255,7 @@ def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
     assert fold != dict(zip(roots, splits.fold_of_groups(roots, 5, seed=1), strict=True))
 
 
+@pytest.mark.slow
 def test_parts_and_shifts(engine: Engine) -> None:
     """Two dumps joined: fitted on one wording, tested on the other, and every root is on its task's own side."""
     made = {}
@@ -365,7 +369,7 @@ def repeated(split: Split, rows: ProbeRows, cell: str = "blocks.3.hook_in") -> f
     return float(np.mean([np.isin(bits[test], bits[train]).mean() for train, test in split]))
 
 
-@pytest.mark.parametrize("position", ["step:1", "step", "query"])
+@pytest.mark.parametrize("position", swept(["step:1", "step", "query"], "query"))
 def test_no_tested_row_has_been_fitted(coin: ProbeRows, position: str) -> None:
     """Cross-validation over groups separates equal rows; over roots it does not. Distinct rows have no equals at all."""
     here = coin.at(position)
@@ -402,6 +406,7 @@ def test_groups_join_roots_that_share_a_row() -> None:
     assert found[0] == min(rows.roots[:6]), "named after its first root, whatever the order"
 
 
+@pytest.mark.slow
 def test_shared_beginnings_are_left_out(coin: ProbeRows) -> None:
     """All prompts begin with one word, which makes one group. Without it there are enough, and the report says so."""
     here = groups.independent(coin)
@@ -461,6 +466,7 @@ def test_a_shared_row_is_named(coin: ProbeRows) -> None:
 # Positions and labels that cannot be probed
 
 
+@pytest.mark.slow
 def test_a_position_without_values_is_skipped(coin: ProbeRows) -> None:
     """There is no next action at the query. The other position is probed, and a note says what is missing."""
     how = dict(sites=["blocks.3.hook_in"], permutations=0, controls=False, estimators="ridge")
@@ -502,6 +508,7 @@ def test_plain_arrays(plain: Plain) -> None:
     assert all(error.rate <= 0.15 for error in errors) and coverage.rate >= 0.85 and power.rate >= power.aim[0] - 0.2
 
 
+@pytest.mark.slow
 def test_power_with_controls() -> None:
     """A label that is read at 74 % from 100 groups is shown, with every control on, and noise beside it is not."""
     drawn = [Effect(1.75, 0.95).one(seed) for seed in range(2)]
@@ -529,6 +536,7 @@ def arrays(x: np.ndarray, label: np.ndarray, group: np.ndarray) -> ProbeRows:
     return ProbeRows.of_arrays(x, label, group)
 
 
+@pytest.mark.slow
 def test_documents_of_unequal_length() -> None:
     """Sequences of unequal length are cut to those of four others before they are exchanged, and a note counts the rows that
     are left out. Where that leaves out most of them, a t test finds the label."""
@@ -585,6 +593,7 @@ def test_labels_that_are_alike_in_all_groups(sizes: list[int]) -> None:
     assert "groups have similar sequences of labels" in note and "equally many rows" not in note
 
 
+@pytest.mark.slow
 def test_a_label_that_goes_with_the_size_of_a_group() -> None:
     """Noise whose longer documents are of one class: exchanged labels have other frequencies, which is no finding."""
     found = 0
@@ -660,6 +669,7 @@ def dump(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Dump:
     return run.save(tmp_path_factory.mktemp("probed") / "d")
 
 
+@pytest.mark.slow
 def test_a_probe_reads_the_answer_at_the_last_token(run: Run, dump: Dump) -> None:
     report = probes.sweep(dump, "answer", permutations=19, **HOW)
     (line,) = [line for line in report.lines if line["label"] == "answer"]
@@ -716,6 +726,7 @@ def test_rows_of_a_task_know_places_too() -> None:
     assert len(rows.at("-1:0")) == 0 and rows.at("-1:").accepted().frame["since_query"].min() == 0
 
 
+@pytest.mark.slow
 def test_the_report_of_texts(dump: Dump, tmp_path: Path) -> None:
     page = ReportPage(dump).html()
     assert "60 texts, SHA-256" in page and "example 3, " not in page
@@ -761,6 +772,7 @@ def test_columns_of_a_dump(coin_dump: Dump, tmp_path: Path) -> None:
     assert made.about.digest != rows.about.digest != "" and made.about.digest.startswith(rows.about.digest)
 
 
+@pytest.mark.slow
 def test_a_sweep_over_features(coin_dump: Dump, tmp_path: Path) -> None:
     """Features of random directions keep enough of the stream that a probe finds the coin's face in them."""
     rows = with_features(ProbeRows.of(coin_dump), load(tmp_path, "blocks.3.hook_resid_post"))

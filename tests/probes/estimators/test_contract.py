@@ -31,7 +31,7 @@ from replaylens.probes.rows import ProbeRows
 from replaylens.probes.solvers import Solution, one_hot, solve, solve_path
 from replaylens.probes.splits import by_root
 from replaylens.probes.sweeps import sweep
-from tests.devices import covering
+from tests.devices import covering, swept
 from tests.probes.synthetic import direction, rows_of
 
 GENERATOR = np.random.default_rng(0)
@@ -42,7 +42,7 @@ X[:, 2] += 4 * (Y - 0.5)
 
 NOT_TRIED = {"ccs": 4, "attentive": 3, "leace": 3, "inlp": 3}
 """estimators for calls with rows of their own, which no sweep fits; of ccs, scikit-learn's checks give no pairs"""
-SLOW = ("logistic", "logistic-cv", "mass-mean-whitened", "mlp", "inlp")
+SLOW = ("logistic", "logistic-cv", "mass-mean-whitened", "mlp", "inlp", "ridge-cv", "lda", "sparse", "ridge", "attentive")
 """of the classes of others, ridge, ridge-cv, mass-mean and leace; or pipelines of scikit-learn's own classes"""
 
 
@@ -55,7 +55,7 @@ def test_every_estimator_keeps_its_promises(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, each in ESTIMATORS.items() if name not in ("ccs", "leace", "inlp")])
-@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("classes", swept([2, 3], 3))
 def test_reads_what_is_there(name: str, classes: int) -> None:
     """Two or three text classes are predicted as text, and well-separated classes are found."""
     values = np.array(["a", "b", "c"])[GENERATOR.integers(classes, size=300)]
@@ -225,7 +225,7 @@ def spread(weight: np.ndarray, bias: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 @pytest.mark.parametrize("kind", SKLEARN)
-@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("classes", swept([2, 4], 2))
 def test_batched_is_scikit_learn(kind: str, classes: int) -> None:
     """Coefficients are within 1e-6 of one-by-one fits, for every cell, label and fold."""
     x, codes, train = problem(classes)
@@ -256,17 +256,19 @@ def test_same_answers_on_bad_data(dtype: torch.dtype) -> None:
     assert np.array_equal(said, theirs.predict(x[0]) == 1)
 
 
-@pytest.mark.parametrize("shape", [(300, 60), (1500, 400), (500, 1200)], ids=["small", "tall", "wide"])
-def test_rows_far_from_those_of_the_fit(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("size", "width"), swept([(300, 60), (1500, 400), (500, 1200)], (300, 60)), ids=["small", "tall", "wide"]
+)
+def test_rows_far_from_those_of_the_fit(size: int, width: int) -> None:
     """Pretrained models have columns in which few rows are ten thousand times as large as the others: where these rows are
     not fitted, the mean of all is far from the fitted ones."""
     generator = np.random.default_rng(5)
-    x = generator.normal(size=shape)
-    codes = (x[:, 0] + x[:, 1] + 0.5 * generator.normal(size=shape[0]) > 0).astype(int)
+    x = generator.normal(size=(size, width))
+    codes = (x[:, 0] + x[:, 1] + 0.5 * generator.normal(size=size) > 0).astype(int)
     x[::20, ::3] += 40_000
-    train = (np.arange(3)[:, None] != np.arange(shape[0]) % 3) & (np.arange(shape[0]) % 20 != 0)
+    train = (np.arange(3)[:, None] != np.arange(size) % 3) & (np.arange(size) % 20 != 0)
     solution = solve("logistic", torch.from_numpy(x)[None], one_hot(codes[None], 2), train[None], tolerance=1e-9)
-    near, said = np.arange(shape[0]) % 20 != 0, solution.scores(torch.from_numpy(x)[None])[0, 0, :, :, 0].numpy()
+    near, said = np.arange(size) % 20 != 0, solution.scores(torch.from_numpy(x)[None])[0, 0, :, :, 0].numpy()
     for number, rows in enumerate(train):
         theirs = make_pipeline(StandardScaler(), LogisticRegression(max_iter=5000, tol=1e-9)).fit(x[rows], codes[rows])
         assert np.abs(said[number] - theirs.decision_function(x))[near].max() < 1e-4
@@ -288,6 +290,7 @@ def test_same_call_same_bits() -> None:
     assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 600, 40), (2, 60, 200)], ids=["tall", "wide"])
 def test_threads_change_no_bit(shape: tuple[int, int, int]) -> None:
     """Logistic probes and their scores have the same bits with one thread and with several."""
@@ -407,6 +410,7 @@ def rare(share: float, effect: float, seed: int = 0) -> tuple[np.ndarray, np.nda
 # ---- erasers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [None, LogisticRegression()], ids=["ridge", "logistic"])
 def test_nullspace_projection_erases_a_rare_class(estimator: LogisticRegression | None) -> None:
     """With 95 : 5 labels no classifier beats the majority, yet the label is readable. It is erased all the same."""
@@ -662,6 +666,7 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     return [chance in each for each in ratio_over_groups(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds, fewest, most", [(16, 13, 16), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
 def test_known_zeros_sit_at_chance(seeds: int, fewest: int, most: int) -> None:
     """In about 95 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""

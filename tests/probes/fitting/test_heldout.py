@@ -126,6 +126,7 @@ def test_path_is_one_fit_after_another(kind: str) -> None:
         assert torch.allclose(found.weight, alone.weight, atol=1e-6) and torch.allclose(found.bias, alone.bias, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effect, kind", covering([0.0, 0.7], ["logistic", "ridge"]))
 def test_choice_is_that_of_a_loop_over_scikit_learn(kind: str, effect: float) -> None:
     """The same C as by fitting every C on every inner fold, and the same predictions."""
@@ -231,6 +232,7 @@ def test_sweep_and_probe_take_them() -> None:
     assert np.mean(probe.predict(rows.matrix("S", 1)) == rows.target("face").values) > 0.95
 
 
+@pytest.mark.slow
 def test_refitted_permutations_take_them() -> None:
     """A permutation test gives them their groups."""
     rows = rows_of(roots=30)
@@ -266,6 +268,7 @@ def coded(memorable: bool) -> list[Any]:
     return online_codes(*problem_of_online_code(memorable))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memorable", [False, True])
 def test_label_against_control_task(memorable: bool) -> None:
     """Where contexts can be told apart the control task is coded as well as the label, and selectivity shrinks."""
@@ -306,6 +309,7 @@ def streamed(cuts: list[int], rows: torch.Tensor = X_OF_STREAMING, values: np.nd
     return stream.moments()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 300), max_size=6))
 def test_pieces_do_not_move_a_bit(cuts: list[int]) -> None:
@@ -329,6 +333,7 @@ def test_moments_are_right() -> None:
     assert np.allclose(moments.within.numpy(), within, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, backwards", [(7, False), pytest.param(30, False, marks=pytest.mark.slow), (16, True)])
 def test_fitted_while_capturing(engine: Engine, coin_dump: Dump, batch: int, backwards: bool) -> None:
     """Mass-mean, whitened and LEACE fits have the same bits from a replay, in any batches and any order, and from the dump."""

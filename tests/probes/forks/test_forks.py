@@ -44,6 +44,7 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.rollouts.plan import OutcomeCounts
 from replaylens.views.report import ReportPage
+from tests.devices import swept
 
 
 @pytest.mark.parametrize("right, total", [(0, 20), (3, 20), (20, 20), (97, 100)])
@@ -157,6 +158,7 @@ def test_step_down_by_hand() -> None:
         assert (found >= alone).all() and (np.diff(found[np.argsort(-scaled[:, 0], kind="stable")]) >= 0).all()
 
 
+@pytest.mark.slow
 def test_any_draw_may_be_the_observed_one() -> None:
     """Each of 200 draws in turn as the observed one: of equally likely draws, at most 5 % show any unit."""
     generator = np.random.default_rng(0)
@@ -207,6 +209,7 @@ def test_few_rollouts_seldom_seem_far(pair: tuple[float, float]) -> None:
         assert float((np.outer(*chances) * (np.abs(x - y) / n - 0.3 > stats.norm.ppf(level) * spread)).sum()) > 0.015
 
 
+@pytest.mark.slow
 def test_the_error_of_a_family_of_forking_tokens() -> None:
     """40 tokens with two alternatives each, all just at the threshold, 30 rollouts: by all tables, not by drawing some."""
     n, level = 30, 1 - 0.05 / 80
@@ -250,6 +253,7 @@ def test_counterfactual_importance_leaves_out_what_says_the_same() -> None:
         counterfactual_importance(same)
 
 
+@pytest.mark.slow
 def test_rollouts_of_both_sides_are_taken_as_independent() -> None:
     """What docs/branches.md says of shared seeds: if equal noise makes opposite outcomes, equal ones seem to differ."""
     generator = np.random.default_rng(0)
@@ -277,6 +281,7 @@ class Path:
     truth: np.ndarray
 
 
+@pytest.mark.slow
 def test_the_curve_covers_the_truth_of_coin(coin_paths: list[Path]) -> None:
     """Pointwise intervals hold about 95 % of the exact probabilities; joint ones hold whole paths."""
     held = np.concatenate([_inside(path, joint=False) for path in coin_paths])
@@ -321,6 +326,7 @@ def test_change_points_of_fork(fork_path: Path) -> None:
     assert not change_points(before).shown, "negative control: until the target, nothing changes"
 
 
+@pytest.mark.slow
 def test_outcome_probe_on_a_real_model() -> None:
     """Rollouts drawn from the exact distribution at each step: the third layer of coin-plain tells of it, its embedding and
     the text as a bag do not."""
@@ -578,6 +584,7 @@ def planted(outcomes: int, estimator: str, from_text: bool = False, seed: int = 
     return outcome_probe({"S": state, "empty": noise}, counts, np.arange(forks) // 2, **how)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcomes, estimator", [(2, "logistic-cv"), (3, "logistic")])
 def test_a_state_that_holds_the_distribution(outcomes: int, estimator: str) -> None:
     """It beats every baseline and explains nearly all there is; the cell of noise does not, nor do shuffled outcomes."""
@@ -609,6 +616,7 @@ def lengths(seed: int) -> Report:
     return outcome_probe({"S": state}, np.stack([heads, 12 - heads], 1), np.arange(40), tokens=tokens, estimator="logistic")
 
 
+@pytest.mark.slow
 def test_the_sentence_names_the_least_gain_of_the_table() -> None:
     """The verdict follows the lowest bound; where that is of another baseline, the sentence names this one as well."""
     apart = []
@@ -811,7 +819,18 @@ CHOSEN = (
 )
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize(
+    "name",
+    swept(
+        CHOSEN,
+        "change points, one change of .2, 100 rollouts",
+        "kl, (1.0, 0.0) from (0.95, 0.05), 100 rollouts",
+        "tv, equal, 30 rollouts",
+        "importance, tv, one of 10 units by .3, 100 rollouts",
+        "draft agreement, half of the drafts",
+        "counterfactual importance, 5 units, 60 rollouts",
+    ),
+)
 def test_quick(name: str) -> None:
     found = BY_NAME[name].rate(QUICK)
     room = 3 * np.sqrt(0.05 * 0.95 / found.simulations)
@@ -824,6 +843,7 @@ def test_quick_control() -> None:
     assert not found.held
 
 
+@pytest.mark.slow
 def test_estimates_lose_the_bias_of_counting() -> None:
     """At equal distributions the corrected distance is nearer to 0 than the plug-in one, at far ones no farther off."""
     found = {setting.name: setting.mean(40) for setting in BIASES if "100 rollouts" in setting.name}

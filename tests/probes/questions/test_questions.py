@@ -43,6 +43,7 @@ from replaylens.probes.sources import MemorySource
 from replaylens.probes.splits import apart, unseen
 from replaylens.probes.sweeps import sweep
 from replaylens.tasks import Example
+from tests.devices import swept
 from tests.probes.synthetic import direction, rows_of
 from tests.toy_model import engine as toy_engine
 
@@ -63,6 +64,7 @@ def transfers(steps_dump: Dump) -> dict[str, Report]:
     return {label: transfer(steps_dump, label, layers=[1], estimator="ridge") for label in ("implied", "face")}
 
 
+@pytest.mark.slow
 def test_transfer(transfers: dict[str, Report]) -> None:
     """Probes of the implied state transfer to rejected branches. Probes of the truth, which their text left, do much less."""
     implied, truth = transfers.values()
@@ -111,6 +113,7 @@ def test_transfer_needs_both_kinds(steps_dump: Dump) -> None:
         transfer(nowhere, "side")
 
 
+@pytest.mark.slow
 def test_text_or_truth(engine: Engine) -> None:
     """Probes are right on truthful chains. After a lie they follow either the text or the truth, never both."""
     report = text_or_truth(engine, coin(flips=(3, 4), rendering="steps").examples(40), layers=[1, 4])
@@ -166,6 +169,7 @@ def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
     assert len(rows.frame) == len(rows.matrix("S", 2))
 
 
+@pytest.mark.slow
 def test_forced_answers_are_judged_as_replayed_ones(engine: Engine) -> None:
     """A forced answer is correct if the replayed one would be, with or without a full stop, whatever follows."""
     examples = coin(flips=2).examples(4)
@@ -197,6 +201,7 @@ def test_outcomes(coin_dump: Dump) -> None:
         outcome_at_fork(other)
 
 
+@pytest.mark.slow
 def test_outcomes_are_those_of_accepted_rows(steps_dump: Dump) -> None:
     """Rejected drafts, which end at steps too, have no part in it."""
     rows = ProbeRows.of(steps_dump)
@@ -217,6 +222,7 @@ def test_judge(coin_dump: Dump) -> None:
     assert one["accuracy"] == three["accuracy"] and width(three) > 1.05 * width(one), "the best of three must lead by more"
 
 
+@pytest.mark.slow
 def test_joined_parts_are_judged_apart(coin_dump: Dump) -> None:
     """Parts have examples of the same numbers. The row before a draft token is that of its own part."""
     whole = ProbeRows.of(coin_dump)
@@ -234,6 +240,7 @@ def test_judge_needs_the_lens(steps_dump: Dump) -> None:
         judge(steps_dump, draft_layer=2)
 
 
+@pytest.mark.slow
 def test_viable_branch(engine: Engine, coin_dump: Dump) -> None:
     """The model answers prompts beyond its training length wrongly. There, the probe of right answers reads less truth."""
     run = engine.replay(coin(flips=(8, 12)).examples(80), sites=["blocks.3.hook_out"], drafter="ngram", rejected=False)
@@ -254,6 +261,7 @@ def test_wrong_answers_are_read_by_probes_of_other_roots() -> None:
     assert [each["rows"] for each in report.lines] == [80, 80]
 
 
+@pytest.mark.slow
 def test_steering_reach(engine: Engine, coin_dump: Dump, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steering works at the query in a late layer. The report has a finding for every place. Rows of other prompts that begin
     as the steered ones do are left out of the fits, and the report says so."""
@@ -275,6 +283,7 @@ def test_steering_reach(engine: Engine, coin_dump: Dump, monkeypatch: pytest.Mon
         steering_reach(engine, coin_dump, seen, "face", layers=[3])
 
 
+@pytest.mark.slow
 def test_reports_are_saved(transfers: dict[str, Report], report_folder: Any) -> None:
     transfers["face"].save(report_folder)
     assert {path.name for path in report_folder.iterdir()} == {"report.json", "summary.txt", "table.csv", "transfer.png"}
@@ -381,6 +390,7 @@ def fresh() -> list[Example]:
     return tasks.get("coin")(flips=(2, 5)).examples(range(100, 124))
 
 
+@pytest.mark.slow
 def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     report = amnesic(engine, coin_dump, fresh, "face", layers=[3], erasers=["leace"], placebos=8)
     nothing, erased, random, more = report.lines[:4]
@@ -389,12 +399,14 @@ def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh:
     assert more["low"] > 0 < more["nats_low"] and all(said.startswith("Shown") for said in report.findings[1:])
 
 
+@pytest.mark.slow
 def test_erasing_a_known_zero_costs_nothing(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     """`shuffled` is in no row: its eraser does no more than random ones."""
     report = amnesic(engine, coin_dump, fresh[:16], "shuffled", layers=[3], erasers=["leace"], placebos=4)
     assert all(said.startswith("Not shown") for said in report.findings[1:])
 
 
+@pytest.mark.slow
 def test_both_erasers_are_compared_and_each_says_the_same_alone(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     rows = ProbeRows.of(coin_dump).where(ProbeRows.of(coin_dump).frame["example"] < 40)
     both = amnesic(engine, rows, fresh[:6], "face", layers=[2], placebos=1)
@@ -425,6 +437,7 @@ def test_erasers_keep_the_mean(name: str) -> None:
         assert np.linalg.matrix_rank(moved, tol=1e-6) == eraser.rank
 
 
+@pytest.mark.slow
 def test_rows_that_begin_a_prompt_are_left_out(engine: Engine, coin_dump: Dump) -> None:
     """A prompt that is among the rows, and one that only shares its first step with them."""
     rows = ProbeRows.of(coin_dump).accepted().at("step:1")
@@ -480,6 +493,7 @@ def test_a_copy_of_the_rows_is_no_evidence(name: str, coin_dump: Dump, steps_dum
         )
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
     """At the first step, prompts with the same beginning are one row. Its outcome is counted once."""
     run = engine.replay(tasks.get("coin")(flips=2, p=0.3).examples(90), sites="S", drafter="ngram", rejected=False)
@@ -492,6 +506,7 @@ def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
     assert once < 90 and {line["rows"] for line in report.lines} == {line["groups"] for line in report.lines} == {once}
 
 
+@pytest.mark.slow
 def test_one_activation_in_two_tasks(coin_dump: Dump) -> None:
     """Parts with the same rows have nothing to transfer: each row is in one part only, once."""
     rows = ProbeRows.of(coin_dump)
@@ -549,7 +564,7 @@ def line_of_viable_branch(report: Report, end: str) -> dict[str, Any]:
     return next(each for each in report.lines if each["what"].endswith(end))
 
 
-@pytest.mark.parametrize("classes", [2, 8])
+@pytest.mark.parametrize("classes", swept([2, 8], 2))
 @pytest.mark.parametrize(
     "held, verdict",
     [

@@ -70,6 +70,7 @@ QUESTIONS: dict[str, Callable[[Own], Report]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_questions_about_a_run(own: Own, question: str) -> None:
     report = QUESTIONS[question](own)

@@ -81,6 +81,7 @@ def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
     assert not one.table.equals(other.table), "another seed gives another report"
 
 
+@pytest.mark.slow
 def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted sweep resumes from its finished parts without recomputing them, and gives the same bytes."""
     settings = RIDGE | {"positions": ["query", "query-1"], "permutations": 0}
@@ -140,6 +141,7 @@ def test_verify_computes_a_report_again_from_its_dump(coin_dump: Dump, tmp_path:
     assert code == 1 and first.name in out and "was changed" in out
 
 
+@pytest.mark.slow
 def test_verify_names_the_files_beside_a_report(tmp_path: Path) -> None:
     how = RIDGE | {"layers": [0, 1], "positions": "all", "permutations": 0, "controls": False}
     sweep(rows_of(roots=20), "face", **how).save(tmp_path)
@@ -209,6 +211,7 @@ def parts_of(folder: Path) -> None:
     (folder / "sweep.key").touch()
 
 
+@pytest.mark.slow
 def test_a_sweep_writes_into_no_folder_of_somebody_else(
     coin_dump: Dump, report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +258,7 @@ def test_batches_change_nothing_that_counts(coin_dump: Dump, monkeypatch: pytest
     assert alone.equals(together)
 
 
+@pytest.mark.slow
 def test_estimators_fitted_apart() -> None:
     """lda and sparse give the same lines, run in sequence or in two threads, and find the planted layer."""
     rows, settings = rows_of(roots=50), QUICK | {"positions": "all", "estimators": ["lda", "sparse"], "controls": False}
@@ -283,6 +287,7 @@ def test_the_spread_of_control_tasks_is_that_of_their_mean() -> None:
     assert wide / narrow == pytest.approx(np.sqrt(1 + between / within), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_grid_with_two_kinds_of_tests_gives_each_half_of_the_error() -> None:
     """Permutation tests beside t tests: both corrections are doubled, so that all lines together err in 5 % of grids."""
 
@@ -309,6 +314,7 @@ def test_ray_backend_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert body(spread) == body(plain)
 
 
+@pytest.mark.slow
 def test_numbers_are_regressed_on() -> None:
     """A number planted in the rows has r2 near 1 there and near 0 in noise. Classifiers refuse it."""
     rows = rows_of()
@@ -325,6 +331,7 @@ def test_numbers_are_regressed_on() -> None:
         cross_validate(rows.matrix("S", 1), value, rows.roots, estimator="ridge", metric="auroc")
 
 
+@pytest.mark.slow
 def test_length_generalisation(coin_dump: Dump) -> None:
     """Fitted on short prompts and tested on longer ones: there is one fold, and the sizes match."""
     table = sweep(coin_dump, "face", split="length:3", **RIDGE).table.query("label == 'face'")
@@ -332,6 +339,7 @@ def test_length_generalisation(coin_dump: Dump) -> None:
     assert set(table["rows"]) == {int(by_length(rows, 3).test.sum())}
 
 
+@pytest.mark.slow
 def test_splits_by_branch(steps_dump: Dump) -> None:
     """Splits from accepted to rejected, back, and by depth include rejected rows by default, on other roots."""
     settings = QUICK | {"positions": "step", "layers": [1], "controls": False, "estimators": "ridge"}
@@ -496,6 +504,7 @@ def test_control_task_is_a_function_of_the_context(coin_dump: Dump) -> None:
     assert not np.array_equal(labels, controls.control_labels(types, goal.codes, seed=1))
 
 
+@pytest.mark.slow
 def test_controls_of_the_path_need_the_whole_path(coin_dump: Dump) -> None:
     """A dump of step rows lacks the tokens in between: controls that need the path are skipped with a note, the others run.
 
@@ -528,6 +537,7 @@ def test_controls_of_joined_rows(coin_dump: Dump) -> None:
         assert np.array_equal(both.matrix("S", 2), np.tile(rows.at("query").matrix("S", 2), (2, 1)))
 
 
+@pytest.mark.slow
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
     """An action, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
     report = sweep(coin_dump, "last_action", **(RIDGE | {"positions": "step", "layers": [0]}))
@@ -744,6 +754,7 @@ def words(seed: int = 1, effect: float = 3.0) -> tuple[ProbeRows, np.ndarray]:
     return ProbeRows.of_arrays(X, {"label": word % 2, "own": generator.integers(2, size=240)}, np.arange(240), **how), word
 
 
+@pytest.mark.slow
 def test_a_label_that_the_control_task_reads_as_well_is_readable() -> None:
     """The row's own coin is in the rows, but so are the words: a random class per word is read better still."""
     rows, word = words()
@@ -825,6 +836,7 @@ ROWS = rows_of(roots=60, width=24)
 PATH = [1e-4, 1e-2, 1.0, 100.0]
 
 
+@pytest.mark.slow
 def test_curve_of_a_planted_label(tmp_path: Path) -> None:
     """Complexity rises with C, the planted label is read, noise never is; the report has its figure."""
     planted = complexity_curve(ROWS, "face", layer=1, position="all", C=PATH)
