@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -80,7 +81,7 @@ class Recorder(TorchFunctionMode):
     """Writes down the steps of what runs within it, on `ops` and `tap` of its own."""
 
     def __init__(self, model: nn.Module, sites: frozenset[str] = frozenset()) -> None:
-        """sites  to be steps, besides those that the tap wants. What `Ops` can do in one step is several then"""
+        """sites  to be steps, besides those that the tap wants"""
         super().__init__()
         self.sites, self.steps = sites, list[Operation]()
         self.values: dict[int, Tensor] = {}
@@ -88,7 +89,7 @@ class Recorder(TorchFunctionMode):
         self._numbers: dict[int, int] = {}
         self._fixed: dict[int, Tensor] = {id(x): x for x in model.buffers()}
         """buffers, and what is made of weights alone; by address, hence held"""
-        self._quiet = False
+        self._quiet = self._reads = False
 
     def number(self, x: Tensor) -> int:
         """Of a result."""
@@ -104,11 +105,10 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if not self._quiet:
-            name = func.__name__ if func.__name__ != "__get__" else func.__self__.__name__
-            if _changes(name) and id(args[0]) in self._numbers:
-                raise UnsupportedModel(f"The wiring of this model changes a value in place, by {name}. Make a new one instead.")
-            self.keep(f"torch.{name}", args, kwargs or {}, found)
+        name = func.__name__ if func.__name__ != "__get__" else func.__self__.__name__
+        if _changes(name) and id(args[0]) in self._numbers:
+            raise UnsupportedModel(f"The wiring of this model changes a value in place, by {name}. Make a new one instead.")
+        self.keep(f"torch.{name}", args, kwargs or {}, found)
         return found
 
     def run(self, kind: str, function: Callable[..., Any], args: tuple[Any, ...], options: Any, *unseen: Any) -> Any:
@@ -117,7 +117,8 @@ class Recorder(TorchFunctionMode):
             return function(*args, *unseen, **options)
         self._quiet = True
         try:
-            found = function(*args, *unseen, **options)
+            with torch._C.DisableTorchFunction():  # what a step does inside is none: a quarter of a pass, if it were looked at
+                found = function(*args, *unseen, **options)
         finally:
             self._quiet = False
         self.keep(kind, args, options, found)
@@ -126,16 +127,15 @@ class Recorder(TorchFunctionMode):
     def keep(self, kind: str, args: Any, options: Mapping[str, Any], found: Any) -> None:
         """Mutates: writes down a step. None is what is made of weights alone, or before the first site, or returns what it was
         given."""
-        outs = [x for x in leaves(found if isinstance(found, tuple | list) else (found,)) if isinstance(x, Tensor)]
-        if not outs or (kind != "site" and all(id(x) in self._numbers for x in outs)):
+        outs = [x for x in (found if isinstance(found, tuple | list) else (found,)) if isinstance(x, Tensor)]
+        if not outs or all(id(x) in self._numbers for x in outs):
             return
         if kind == "site" and id(args[0]) not in self._numbers:
             self._new(args[0])
-        known = partial(self._known, kind)
+        self._reads, known = False, partial(self._known, kind)
         given = mapped(tuple(args), known), {name: mapped(x, known) for name, x in options.items()}
-        step = Operation(kind, *given, ())
-        if step.reads:
-            self.steps.append(replace(step, outs=tuple(self._numbers.get(id(x), None) or self._new(x) for x in outs)))
+        if self._reads:
+            self.steps.append(Operation(kind, *given, tuple(map(self._new, outs))))
         else:
             self._fixed.update((id(x), x) for x in outs)
 
@@ -148,6 +148,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(x, Tensor):
             return x
         if (number := self._numbers.get(id(x))) is not None:
+            self._reads = True
             return Value(number)
         weight = isinstance(x, nn.Parameter | ReadOnly) or id(x) in self._fixed
         if weight or not self.steps or not x.is_floating_point():
@@ -175,9 +176,6 @@ class RecordedOps:
 
     def norm_heads(self, *given: Any) -> bool:
         return False
-
-    def linear_add(self, x: Tensor, linear: Linear, residual: Tensor) -> Any:
-        return self.add(residual, self.linear(x, linear))
 
     def linear_activate(self, x: Tensor, linear: Linear, kind: Activation, gated: bool) -> Any:
         return self.activate(self.linear(x, linear), kind, gated)

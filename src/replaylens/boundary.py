@@ -41,6 +41,7 @@ tasks.boxes tasks.coin tasks.coin_resets tasks.coins tasks.counts tasks.fork tas
 tasks.variables tasks.words tasks.reading.Scene tasks.task.Draws
 dumps.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.serving.lock.EngineLock.alone
 engine.model.text.Text.decode engine.model.text.Text.eos_id probes.controls.Goal.outputs
+gradients.derivatives gradients.backward.Backward
 """
 """what is not enclosed: what runs within passes, what computes no floats, and the command line, which has no caller"""
 ENTRIES = """

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from replaylens.engine.errors import NoGradient, UnsupportedModel
 from replaylens.engine.model import modes
-from replaylens.engine.model import sites as known
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import expert_products
 from replaylens.engine.model.program import Operation, Recorder, Value
@@ -33,7 +32,7 @@ from replaylens.kernels import cpu as portable
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
-Found = Iterable[tuple[Any, Tensor | None]]
+Found = Iterable[tuple[Any, Tensor]]
 """what a step read, and the gradient of it"""
 
 
@@ -64,7 +63,7 @@ class Backward:
             outs = [held.pop(out, None) for out in step.outs]
             if any(each is not None for each in outs):
                 for x, more in self._rule(step)(self, step, *outs):
-                    if isinstance(x, Value) and more is not None:
+                    if isinstance(x, Value):
                         held[x.number] = held[x.number] + more if x.number in held else more
             left.discard(step.site if step.kind == "site" else pattern_of_step(step))
             if not left:  # nothing earlier is asked for
@@ -104,6 +103,9 @@ class Backward:
         dim = step.options.get("dim", step.args[1] if len(step.args) > 1 else 0)
         return zip(step.args[0], g.split([self(x).shape[dim] for x in step.args[0]], dim), strict=True)
 
+    def stack(self, step: Operation, g: Tensor) -> Found:
+        return zip(step.args[0], g.unbind(step.options.get("dim", step.args[1] if len(step.args) > 1 else 0)), strict=True)
+
     def item(self, step: Operation, g: Tensor) -> Found:
         x, at = step.args
         whole = torch.zeros_like(self(x))
@@ -132,24 +134,23 @@ class Backward:
         return [(x, self.summed(g, self(x))) for x in step.args if isinstance(x, Value)]
 
     def product(self, step: Operation, g: Tensor) -> Found:
-        for x, other in (step.args, step.args[::-1]):
-            if isinstance(x, Value):
-                yield x, self.summed(g * self(other), self(x))
+        pairs = (step.args, step.args[::-1])
+        return [(x, self.summed(g * self(other), self(x))) for x, other in pairs if isinstance(x, Value)]
 
     def norms(self, step: Operation, *outs: Tensor | None) -> Found:
-        for x, norm, g in zip(step.args[: len(outs)], step.args[len(outs) :], outs, strict=True):
-            yield x, None if g is None else by.through_norm(g, self(x), norm, self.products)
+        given = zip(step.args[: len(outs)], step.args[len(outs) :], outs, strict=True)
+        return [(x, by.through_norm(g, self(x), norm, self.products)) for x, norm, g in given if g is not None]
 
     def scaled_norms(self, step: Operation, *outs: Tensor | None) -> Found:
         *given, norm, scales = step.args
-        for x, scale, g in zip(given, scales, outs, strict=True):
-            yield x, None if g is None else by.through_norm(g * scale, self(x), norm, self.products)
+        every = zip(given, scales, outs, strict=True)
+        return [(x, by.through_norm(g * scale, self(x), norm, self.products)) for x, scale, g in every if g is not None]
 
     def gated_norm(self, step: Operation, g: Tensor) -> Found:
         x, gate, norm = map(self, step.args)
         open_, slope = by.activation(gate, "silu", self.products)
-        yield step.args[1], g * (x * by.norm_factor(x, norm, self.products) * norm.weight) * slope
-        yield step.args[0], by.through_norm(g * open_, x, norm, self.products)
+        by_gate = g * (x * by.norm_factor(x, norm, self.products) * norm.weight) * slope
+        return [(step.args[1], by_gate), (step.args[0], by.through_norm(g * open_, x, norm, self.products))]
 
     def by_head(self, step: Operation, g: Tensor) -> Found:
         weight = self(step.args[1])
@@ -225,14 +226,18 @@ def _of_result(slope: Callable[[Tensor], Tensor]) -> Callable[..., Found]:
     return one(lambda back, step, x, g: g * slope(back(Value(step.outs[0]))))
 
 
+def _torch(*names: str) -> tuple[str, ...]:
+    return tuple(f"torch.{name}" for name in names)
+
+
+_SAME = _torch("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "to")
+_MOVED = _torch("split", "chunk", "unbind", "cat", "stack", "__getitem__", "add", "__radd__", "neg")
 RULES: dict[str, Callable[..., Found]] = {
     "site": Backward.site,
-    **dict.fromkeys(
-        (f"torch.{name}" for name in ("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "to")),
-        one(lambda back, step, x, g: g.reshape(x.shape)),
-    ),
-    **dict.fromkeys(("torch.split", "torch.chunk", "torch.unbind"), Backward.parts),
+    **dict.fromkeys(_SAME, one(lambda back, step, x, g: g.reshape(x.shape))),
+    **dict.fromkeys(_torch("split", "chunk", "unbind"), Backward.parts),
     "torch.cat": Backward.cat,
+    "torch.stack": Backward.stack,
     "torch.__getitem__": Backward.item,
     "torch.gather": one(lambda back, step, x, g: torch.zeros_like(x).scatter(-1, back(step.args[2]), g)),
     "torch.scatter": Backward.scattered,
@@ -242,6 +247,7 @@ RULES: dict[str, Callable[..., Found]] = {
     "torch.neg": one(lambda back, step, x, g: -g),
     "torch.clamp": one(lambda back, step, x, g: g * (back(Value(step.outs[0])) == x)),
     "linear": one(lambda back, step, x, g: back.products.linear(g, step.args[1])),
+    "linear_add": lambda back, step, g: [(step.args[0], back.products.linear(g, step.args[1])), (step.args[2], g)],
     "unembed": one(lambda back, step, x, g: back.products.plain(g, back.products.weight(*back.model.head, turned=True))),
     "by_head": Backward.by_head,
     "norm": Backward.norms,
@@ -267,6 +273,23 @@ RULES: dict[str, Callable[..., Found]] = {
     "short_conv": Backward.short_conv,
 }
 """by kind"""
+BY_SHAPE = frozenset(("site", "add", "linear", "linear_add", "unembed", "rotate", *_SAME, *_MOVED))
+"""kinds whose rules read no value of a float, only its shape"""
+BY_RESULT = frozenset(("torch.clamp", "softcap", "sigmoid", "exp"))
+"""kinds whose rules read the result"""
+
+
+def forget(recorder: Recorder, edited: frozenset[str]) -> None:
+    """Mutates: of the values that no rule reads, only the shapes stay. edited: sites with edits, whose rule reads the value"""
+    needed = set[int]()
+    for step in recorder.steps:
+        if step.kind not in BY_SHAPE or (step.kind == "site" and step.site in edited):
+            needed.update(step.reads)
+        if step.kind in BY_RESULT:
+            needed.update(step.outs)
+    for number, x in recorder.values.items():
+        if number not in needed and x.is_floating_point():
+            recorder.values[number] = x.new_empty(()).expand(x.shape)
 
 
 def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> Tensor:
@@ -367,13 +390,15 @@ class Tape:
             raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit {rather} instead.")
         edits = tuple(known for edit in edits if (known := edit.on_path(tokens)) is not None)
         head = [site for site in asked if site in HEAD_SITES]
-        recorder = Recorder(runner.model, _sites_of_steps(runner.model)) if backward else None
+        recorder = Recorder(runner.model, frozenset(head)) if backward else None
         try:
             forward = runner.whole(tokens, edits, PassTap(frozenset(asked) - frozenset(head)), recorder)
         except UnsupportedModel as error:
             raise NoGradient(str(error)) from None
         if head:
             forward.values.update(runner.head(forward.residual, head))
+        if recorder is not None:
+            forget(recorder, frozenset(edit.site for edit in edits))
         return cls(runner, tuple(tokens), edits, asked, forward, recorder)
 
     def measure(self, function: LogitsFunction) -> float:
@@ -439,12 +464,6 @@ class Tape:
         from replaylens.gradients.cuda import KernelProducts  # needs triton
 
         return KernelProducts()
-
-
-def _sites_of_steps(model: Decoder) -> frozenset[str]:
-    """The sites that the walk back passes: all but those that are computed outside the pass, or inside a step."""
-    table = known.table(model.config)
-    return frozenset(s for s in table.sites if s not in table.read_only and not s.endswith(("hook_pattern", STATE)))
 
 
 def _in_order(sites: tuple[str, ...], tensors: Mapping[str, Tensor], num_keys: int) -> dict[str, Tensor]:
