@@ -1,7 +1,7 @@
 """`Runner`: one model with its KV cache on one device, and the two kinds of pass over packed rows."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,6 +24,7 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 
 if TYPE_CHECKING:
+    from replaylens.engine.model.program import Recorder
     from replaylens.engine.passes.cpu import Products
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
@@ -333,8 +334,12 @@ class Runner:
         end: int | None = None,
         rows: Tensor | None = None,
         exact: bool = True,
+        through: Callable[[Ops], Ops] = lambda ops: ops,
     ) -> Tensor:
-        """`Decoder.run_blocks`, each block on its device; x and the result are where the model's head is."""
+        """`Decoder.run_blocks`, each block on its device; x and the result are where the model's head is.
+
+        through  what is computed by instead of the ops
+        """
         last = self.model.config.num_layers if end is None else end
         for stage, part in zip(self.stages, cache.parts if isinstance(cache, PlacedCache) else [cache], strict=True):
             begin, stop = max(first, stage.first), min(last, stage.end)
@@ -342,7 +347,7 @@ class Runner:
                 here, only = batch.on(stage.device), rows if stop == last else None
                 only = None if only is None else only.to(stage.device)
                 with torch.cuda.device(stage.device) if stage.device.type == "cuda" else nullcontext():
-                    ops = self.ops(here, part, exact)
+                    ops = through(self.ops(here, part, exact))
                     x = self.model.run_blocks(x.to(stage.device), here.positions, ops, tap, begin, stop, only)
         return x.to(self.model.device)
 
@@ -359,8 +364,13 @@ class Runner:
         return PassResult(batch, residual, finite(logits, "logits"))
 
     @torch.inference_mode()
-    def whole(self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap) -> WholePass:
-        """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch."""
+    def whole(
+        self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap, recorder: "Recorder | None" = None
+    ) -> WholePass:
+        """A whole path with its edits in one canonical pass, in a cache of its own: needs no pages and changes no branch.
+
+        recorder  writes down the steps from the first site to the last row's logits, to the same bits
+        """
         self.weights.require_unchanged()
         num_rows, pool = len(tokens), PagePool(-(-len(tokens) // _WHOLE_PAGE), _WHOLE_PAGE)
         pool.reserve(table := PageTable(), 0, num_rows)
@@ -369,8 +379,14 @@ class Runner:
         edited = self._edited(batch, tap)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
         with self._held():
-            residual = self._launched(batch, cache, outer)[:num_rows]
-            logits = finite(self._head(residual[-1:], PassTap(frozenset())), "logits")[0]
+            if recorder is None:
+                residual = self._launched(batch, cache, outer)
+                logits = self._head(residual[-1:], PassTap(frozenset()))[0]
+            else:
+                with recorder:
+                    residual = self._launched(batch, cache, recorder.tap(outer), through=recorder.ops)
+                    logits = self.model.logits(residual[-1:], recorder.ops(self.head_ops()), recorder.tap(None))[0]
+            finite(logits, "logits")
         before = {} if outer is None else {site: value[:num_rows] for site, value in outer.values.items()}
         return WholePass(residual, logits, {site: value[:num_rows] for site, value in tap.values.items()}, before)
 
@@ -426,12 +442,14 @@ class Runner:
             tap.values.update(ran.values)
         return ran.residual
 
-    def _launched(self, batch: Batch, cache: AnyCache, tap: Tap | None, end: int | None = None, exact: bool = True) -> Tensor:
-        """A pass from the tokens up to block `end`, launched: [rows, d_model]"""
+    def _launched(
+        self, batch: Batch, cache: AnyCache, tap: Tap | None, end: int | None = None, exact: bool = True, **more: Any
+    ) -> Tensor:
+        """A pass from the tokens up to block `end`, launched: [rows, d_model]. `more`: of `_blocks`"""
         x = self.model.embedding(batch.tokens, batch.positions, tap)
         if end is None and cache is self.cache and (ran := self._from_recording(x, batch, tap, exact)) is not None:
             return ran
-        return self._blocks(x, batch, cache, tap, 0, end, exact=exact)
+        return self._blocks(x, batch, cache, tap, 0, end, exact=exact, **more)
 
     def _from_recording(self, x: Tensor, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
         """All blocks over x by a recorded pass, as `_launched` would run them. None: there is none."""

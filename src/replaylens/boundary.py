@@ -29,7 +29,7 @@ INNER = """
 boundary moved cli commands kernels engine.errors engine.terminal weights.zoo
 engine.loop engine.memory engine.passes thinking.blocks thinking.graphs
 engine.model.config engine.model.decoder weights.family weights.families engine.model.layers
-engine.model.mixers engine.model.modes engine.model.ops engine.model.sites.layer_of
+engine.model.mixers engine.model.modes engine.model.ops engine.model.program engine.model.sites.layer_of
 engine.request.placed engine.request.scores engine.request.values engine.request.edits.listed
 engine.request.edits.BatchHook engine.request.edits.NamedHook
 engine.request.capture.CaptureSpec engine.request.capture.Chunk engine.request.capture.LazyRows
@@ -41,6 +41,7 @@ tasks.boxes tasks.coin tasks.coin_resets tasks.coins tasks.counts tasks.fork tas
 tasks.variables tasks.words tasks.reading.Scene tasks.task.Draws
 dumps.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.serving.lock.EngineLock.alone
 engine.model.text.Text.decode engine.model.text.Text.eos_id probes.controls.Goal.outputs
+gradients.derivatives gradients.backward.Backward
 """
 """what is not enclosed: what runs within passes, what computes no floats, and the command line, which has no caller"""
 ENTRIES = """

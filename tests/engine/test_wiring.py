@@ -1,7 +1,7 @@
 """What retraces a pass outside the decoder knows which wiring it knows: a model with another is refused by name.
 
 The other wiring is what somebody would add as `docs/extending.md` says: a field of the config, and a decoder that reads it. The
-engine runs it; gradients, attributions and ranks, which were written without it, refuse.
+engine runs it, and gradients follow, since they walk the steps of the pass; what splits logits or weights refuses.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,7 @@ from replaylens.engine.model.config import (
 )
 from replaylens.engine.model.decoder import Block, Decoder, Mlp
 from replaylens.engine.model.ops import tapped
+from replaylens.engine.request.placing import place_all
 from replaylens.extras import ranks, replacement
 from replaylens.gradients import backward
 from replaylens.workbench import dla
@@ -39,7 +40,6 @@ KINDS = (ModelConfig, Rope, Latent, MixtureConfig, Routing, MixerConfig)
 OF_MIXERS = {"ModelConfig.latent", "ModelConfig.mixer", "ModelConfig.parts", "Latent.*", "MixerConfig.*"}
 REFUSED = {
     # module: the fields that it does not handle
-    backward: set[str](),
     replacement: {f"ModelConfig.{name}" for name in ("sinks", "clip_qkv", "attn_gate")} | OF_MIXERS,
     dla: set[str](),
     ranks: set[str](),
@@ -115,7 +115,7 @@ def test_every_field_is_handled_or_refused(module: Any) -> None:
 
 def test_what_is_not_declared_is_found_wherever_it_is() -> None:
     """Also in a config within the config, and by its value: what has its default changes nothing."""
-    known = backward.HANDLED
+    known = frozenset(field_name(kind, one) for kind in KINDS for one in fields(kind))
 
     @dataclass(frozen=True)
     class Warmer(Routing):
@@ -149,9 +149,6 @@ def test_the_engine_runs_it() -> None:
 
 def refusals(engine: Engine) -> dict[str, tuple[type[Exception], Callable[[], object]]]:
     return {
-        "gradients": (NoGradient, lambda: engine.prompt(PATH).gradients(PAIR, "S")),
-        "attribution patching": (NoGradient, lambda: rl.attribution_patching(engine, PATH, OTHER, PAIR)),
-        "integrated gradients": (NoGradient, lambda: rl.integrated_gradients(engine, PATH, OTHER, PAIR)),
         "graph": (NoGradient, lambda: rl.attribution_graph(engine, PATH, [], PAIR)),
         "dla": (UnsupportedModel, lambda: rl.dla(engine, PATH, PAIR)),
         "ranks": (UnsupportedModel, lambda: Engine.load(engine.model, ranks=2)),
@@ -170,19 +167,108 @@ def test_what_does_not_know_it_refuses(what: str) -> None:
         refusals(Engine(looped(1)))[what][1]()  # once through every MLP is what all of them know
 
 
-def test_control_without_the_declaration_they_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And say that they are certified. What is attributed to logits is checked against its sum all the same."""
-    metric = lambda logits: logits[PAIR[0]] - logits[PAIR[1]]  # noqa: E731
-    for module in (backward, dla):
-        monkeypatch.setattr(module, "HANDLED", module.HANDLED | {"LoopedConfig.loops"})
-    for loops in (1, 3):
-        found = Engine(looped(loops)).prompt(PATH).gradients(PAIR, "S")
-        truth = of_decoder(looped(loops).double(), PATH, metric)
-        wrong = max(difference(found[site], truth[site]) for site in found)
-        assert found.certified and (wrong > 0.1) == (loops > 1)
+def test_control_without_the_declaration_they_are_refused_by_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is attributed to logits is checked against its sum all the same."""
+    monkeypatch.setattr(dla, "HANDLED", dla.HANDLED | {"LoopedConfig.loops"})
     for told in (True, False):
         with pytest.raises(UnsupportedModel, match=r"The parts of .* miss it by .* of .*, and rounding can explain"):
             rl.dla(Engine(looped(3, told)), PATH, PAIR)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+class _Written(Block):
+    """One more write to the stream, of what leaves the block: of `written`, as a function of it."""
+
+    written: Callable[[Tensor, Any], Tensor]
+
+    def forward(self, x: Tensor, rotary: Any, ops: Any, tap: Any, rows: Any = None) -> Tensor:
+        x = super().forward(x, rotary, ops, None if tap is None else _Before(tap, self.out_site), rows)
+        return tapped(tap, self.out_site, x + self.written(x, ops))
+
+
+WRITTEN: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "half of a cut stream": lambda x, ops: 0.5 * x.clamp(-0.3, 0.3),
+    "a gate between halves": lambda x, ops: torch.cat([ops.sigmoid(x[:, ::2]) * x[:, 1::2]] * 2, dim=-1),
+    "a product of parts": lambda x, ops: torch.stack([-a * b for a, b in zip(*[x.unbind(-1)] * 2, strict=True)], dim=-1),
+    "a sum of both orders": lambda x, ops: (x.unflatten(-1, (2, -1)).flatten(1) + x).reshape(x.shape),
+    "one number for all": lambda x, ops: x[:, :1] * x,
+}
+
+
+def written(what: str) -> Decoder:
+    model = random_decoder(CONFIG)
+    for layer, old in enumerate(model.blocks):
+        model.blocks[layer] = _Written(CONFIG, layer)
+        model.blocks[layer].load_state_dict(old.state_dict())
+        model.blocks[layer].written = WRITTEN[what]
+    return model
+
+
+MODELS: dict[str, Callable[[], Decoder]] = {
+    "looped": lambda: looped(3),
+    "looped, in no config": lambda: looped(3, told=False),
+    **{what: lambda what=what: written(what) for what in WRITTEN},  # type: ignore[misc]
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_gradients_follow_any_wiring(what: str) -> None:
+    """Of every site, to the accuracy of a known model, with an edit on the way, and in any batch."""
+    metric = lambda logits: logits[PAIR[0]] - logits[PAIR[1]]  # noqa: E731
+    engine = Engine(MODELS[what](), page_size=4)
+    sites = [name for name in engine.sites.in_order() if name not in engine.sites.read_only and "pattern" not in name]
+    edit = rl.Edit("blocks.0.mlp.hook_out", "scale", factor=0.5, positions=[1, 3])
+    for edits in ((), (edit,)):
+        found = engine.prompt(PATH, edits=list(edits)).gradients(PAIR, sites)
+        truth = of_decoder(MODELS[what]().double(), PATH, metric, place_all(edits, engine.sites, len(PATH)))
+        assert found.certified and max(difference(found[site], truth[site]) for site in found) < 1e-5
+        longer = engine.prompt([*PATH, 5, 8], edits=list(edits)).fork(at=len(PATH))[0].gradients(PAIR, sites)
+        assert all(torch.equal(longer[site], found[site]) for site in sites)
+
+
+def test_what_is_built_on_gradients_follows() -> None:
+    gaps = [rl.integrated_gradients(Engine(looped(3)), PATH, OTHER, PAIR, "blocks.0.hook_in", steps=n).gap for n in (2, 16)]
+    assert abs(gaps[1] or 0.0) < abs(gaps[0] or 0.0) / 10, "they add up to the difference of the metric"
+    assert rl.attribution_patching(Engine(looped(3)), PATH, OTHER, PAIR).frame["estimate"].abs().max() > 0
+
+
+REFUSED_STEPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
+    "a function without a rule": (lambda x, ops: x.cos(), "No gradient through torch.cos, which this model's wiring"),
+    "an index of two tensors": (
+        lambda x, ops: x[torch.arange(len(x)), torch.zeros(len(x)).long()][:, None] + x,
+        "several tensors",
+    ),
+    "a change in place": (lambda x, ops: x.add_(1.0), "changes a value in place, by add_"),
+    "a row that is put": (lambda x, ops: _put(x), "changes a value in place, by __setitem__"),
+    "numbers of nobody": (lambda x, ops: x + torch.from_numpy(x.numpy() * 2), "neither Ops nor torch made within the pass"),
+}
+
+
+def _put(x: Tensor) -> Tensor:
+    x[0] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("what", REFUSED_STEPS)
+def test_what_has_no_rule_is_refused_by_name(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, said = REFUSED_STEPS[what]
+    monkeypatch.setitem(WRITTEN, what, function)
+    branch = Engine(written(what)).prompt(PATH)
+    with pytest.raises(NoGradient, match=said):
+        branch.gradients(PAIR, "S")
+
+
+def test_control_a_rule_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backward.RULES, "torch.clamp", lambda *given: ())
+    what = "half of a cut stream"
+    found = Engine(written(what)).prompt(PATH).gradients(PAIR, "S")
+    truth = of_decoder(written(what).double(), PATH, lambda logits: logits[PAIR[0]] - logits[PAIR[1]])
+    assert max(difference(found[site], truth[site]) for site in found) > 1e-3
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["layer", "head", "neuron"])

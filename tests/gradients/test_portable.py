@@ -27,8 +27,8 @@ DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
         dict(activation="gelu_tanh", slopes=(0.5, 0.25, 0.125, 0.0625), post_norms=True),
         "46ef2da5e04e4854",
     ),
-    "latent attention": (LATENT, "7973a9db7d288130"),
-    "experts": (dict(mixture=MixtureConfig(6, 24, Routing(2), d_shared=16, shared_gate=True)), "7c32a19565147954"),
+    "latent attention": (LATENT, "b8560a317d15bec9"),
+    "experts": (dict(mixture=MixtureConfig(6, 24, Routing(2), d_shared=16, shared_gate=True)), "9138c0f910ef0f37"),
     "experts by a softmax over all": (
         dict(mixture=MixtureConfig(6, 24, Routing(2, normalised=False, scale=2.5))),
         "a27798c22f35ddc9",
@@ -45,7 +45,7 @@ DIGESTS: dict[str, tuple[dict[str, Any], str]] = {
     "gated convolutions": (dict(mixer=MixerConfig("conv", 3, 40), parts=("attn mlp", "mixer mlp")), "26a64679dfc0a4c8"),
     "a gated delta net, gated attention": (
         dict(mixer=MixerConfig("delta", 4, 68, 4, 2, 7, 10), parts=("attn mlp", "mixer mlp"), attn_gate=True),
-        "1b0d0a1eee1937b5",
+        "448521257bd826c3",
     ),
     "Mamba-2": (
         dict(mixer=MixerConfig("ssd", 4, 68, 4, 2, 7, 10, norm_groups=2), parts=("attn", "mixer attn mlp")),

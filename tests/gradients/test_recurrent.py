@@ -1,5 +1,6 @@
 """Gradients through the recurrent layers of hybrids: against float64, the same bits anywhere, wrong derivatives found."""
 
+from copy import copy
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from replaylens import Engine, attribution_patching, errors
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.placing import place_all
-from replaylens.gradients import mixers
+from replaylens.gradients.backward import RULES
 from replaylens.gradients.gradients import Gradients
 from replaylens.kernels import cpu_recurrent, threads
 from replaylens.weights.loading import load
@@ -73,22 +74,37 @@ def test_edits_agree_with_autograd(name: str) -> None:
 
 
 def _only_its_own(real: Any) -> Any:
-    return lambda *given: real(*given[:-1], True)
+    def changed(back: Any, step: Any, *g: Any) -> Any:
+        alone = copy(back)
+        alone.own = True
+        return real(alone, step, *g)
+
+    return changed
+
+
+def _gate_closed(real: Any) -> Any:
+    def changed(back: Any, step: Any, g: Any) -> Any:
+        ((x, found),) = real(back, step, g)
+        gate, up = found.chunk(2, dim=-1)
+        return [(x, torch.cat([torch.zeros_like(gate), up], dim=-1))]
+
+    return changed
 
 
 WRONG = {
-    "a convolution of one tap": ("lfm2", "_through_conv", _only_its_own),
-    "nothing through the states of a delta net": ("qwen3-next", "_recurrence", _only_its_own),
-    "nothing through the states of Mamba-2": ("mamba2", "_recurrence", _only_its_own),
-    "rates that are constant": ("qwen3-next", "_by_step", lambda real: lambda *given: torch.zeros_like(given[0])),
-    "a gate that is constant": ("mamba2", "_gated", lambda real: lambda *given: (torch.zeros_like(given[1]), real(*given)[1])),
+    # what is wrong: (model, kind of step, its rule from the real one)
+    "a convolution of one tap": ("lfm2", "short_conv", _only_its_own),
+    "nothing through the states of a delta net": ("qwen3-next", "recur", _only_its_own),
+    "nothing through the states of Mamba-2": ("mamba2", "recur", _only_its_own),
+    "rates that are constant": ("qwen3-next", "rates", lambda real: lambda *given: ()),
+    "a gate that is constant": ("mamba2", "activate", _gate_closed),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_derivative_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, function, wrong = WRONG[what]
-    monkeypatch.setattr(mixers, function, wrong(getattr(mixers, function)))
+    name, kind, wrong = WRONG[what]
+    monkeypatch.setitem(RULES, kind, wrong(RULES[kind]))
     assert max(errors_of(name, tokens(23)).values()) > 1e-3
 
 

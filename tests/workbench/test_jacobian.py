@@ -72,7 +72,7 @@ def test_nothing_passes_between_positions(monkeypatch: pytest.MonkeyPatch) -> No
     engine = Engine(random_model(1, gain=4.0))
     right = fit_jacobian_lens(engine, TEXTS)
     through = derivatives.through_attention
-    monkeypatch.setattr("replaylens.gradients.backward.through_attention", lambda *given: through(*given[:7], own=False))
+    monkeypatch.setattr("replaylens.gradients.derivatives.through_attention", lambda *given: through(*given[:7], own=False))
     assert not torch.equal(fit_jacobian_lens(engine, TEXTS).weight, right.weight)
 
 

@@ -31,8 +31,13 @@ def doctor(
     dtype: DtypeOption = None,
     ranks: RanksOption = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the certificate as JSON.")] = False,
+    program: Annotated[bool, typer.Option("--program", help="Print the steps of the model's pass instead.")] = False,
 ) -> None:
     """Test this machine: a CPU must give the bits of every machine, a GPU the same bits in any batch. Exit code 1 if not."""
+    if program:
+        with reporting():
+            _print_program(model, dtype)
+        return
     from replaylens.engine.proof import certificates
     from replaylens.engine.serving.assembly import Sizes
     from replaylens.weights.opening import RANKS, default_dtype
@@ -51,6 +56,14 @@ def doctor(
         _show(certificate, model, f"cache_tokens here by default: {cache.tokens:,}; {cache.why}")
     if not certificate.certified:
         raise typer.Exit(1)
+
+
+def _print_program(name: str, dtype: str | None) -> None:
+    from replaylens.engine.model.program import Program
+
+    found = _load(name, "cpu", dtype)
+    made = Program.of(type(found), found.config)
+    typer.echo(f"{made}\n{len(made.steps)} steps, digest {made.digest}")
 
 
 def _load(name: str, device: str, dtype: str | None) -> Decoder:

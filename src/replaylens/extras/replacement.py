@@ -20,7 +20,7 @@ from replaylens.engine.errors import BadRequest, NoGradient
 from replaylens.engine.model.config import ModelConfig, handled, require_handled
 from replaylens.engine.model.decoder import FINAL_NORM, Attention, Block, Decoder
 from replaylens.engine.model.layers import Norm
-from replaylens.gradients.backward import Tape, attended
+from replaylens.gradients.backward import Tape
 from replaylens.gradients.derivatives import HostProducts, norm_factor, pattern_of
 
 
@@ -97,6 +97,13 @@ def require_linear(config: ModelConfig) -> None:
     require_handled(config, HANDLED, "The replacement model of an attribution graph", instead, NoGradient)
 
 
+def attended(attn: Attention, turned: bool) -> tuple[str, str]:
+    """The sites of the queries and keys that attention compares. turned: they are rotated"""
+    if attn.q_norm is not None and (attn.norm_is_last or not turned):
+        return attn.normed_q_site, attn.normed_k_site
+    return (attn.rotated_q_site, attn.rotated_k_site) if turned else (attn.q_site, attn.k_site)
+
+
 def read_site(block: Block) -> str:
     """The site that the MLP reads."""
     norm = block.ln2 is not None, block.parallel and block.ln1 is not None
@@ -115,7 +122,8 @@ def needed_values(model: Decoder) -> set[str]:
     require_linear(model.config)
     found = set[str]()
     for layer, block in enumerate(blocks_of(model)):
-        found |= {block.in_site, *attended(model.config, layer), *write_sites(block)}
+        assert isinstance(block.attn, Attention)  # `require_linear` holds
+        found |= {block.in_site, *attended(block.attn, model.config.rotates(layer)), *write_sites(block)}
         found |= set() if block.parallel else {block.middle_site}
         found |= {block.attn_sites[0]} if block.ln1_post is not None else set()
     return found
@@ -175,7 +183,7 @@ class ReplacementModel:
         attn = block.attn
         assert isinstance(attn, Attention)  # `require_linear` holds
         kv = slice((attn.heads + attn.kv_heads) * attn.width, (attn.heads + 2 * attn.kv_heads) * attn.width)
-        q, k = (self.value(site) for site in attended(self.model.config, layer))
+        q, k = (self.value(site) for site in attended(attn, self.model.config.rotates(layer)))
         x = self.value(block.in_site)
         stream = x if block.parallel else self.value(block.middle_site)
         frozen = lambda norm, x, sites: None if norm is None else self._norm(x, norm, sites)  # noqa: E731

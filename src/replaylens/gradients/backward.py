@@ -1,319 +1,295 @@
-"""`Backward`: from the gradient of the logits to the gradients at the sites, block by block. Mirrors `Decoder`'s wiring.
+"""`Backward`: the steps of a forward pass walked in reverse, with one derivative for each kind of step.
+
+The steps are those that the decoder took (`engine/model/program.py`), so the wiring is told once: a part that somebody adds to
+a decoder has its gradients, or is refused by name if it asks for something that has no derivative here.
 
 Each path is computed alone, in shapes that follow from its length: on a CPU in portable arithmetic, on a GPU with the products
 of the canonical kernels. So its gradients have the same bits in any batch, after any fork and at any number of threads; those
 of a CPU have them on every machine. They are float32, whatever the dtype of the weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
-from replaylens.engine.errors import NoGradient
+from replaylens.engine.errors import NoGradient, UnsupportedModel
 from replaylens.engine.model import modes
-from replaylens.engine.model.config import ModelConfig, handled, require_handled
-from replaylens.engine.model.decoder import Attention, Block, Decoder, LatentAttention, Mixture, Mlp, NormSites
-from replaylens.engine.model.layers import Norm
-from replaylens.engine.model.mixers import Mixer
-from replaylens.engine.model.sites import STATE, layer_of
+from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.layers import expert_products
+from replaylens.engine.model.program import Operation, Recorder, Value
+from replaylens.engine.model.sites import STATE
 from replaylens.engine.passes.batch import finite
 from replaylens.engine.passes.runner import Runner, WholePass
 from replaylens.engine.request.capture import HEAD_SITES, PassTap
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.gradients.derivatives import (
-    NEEDED_LATENT,
-    NEEDED_MIXTURE,
-    NEEDED_SHARED,
-    BackwardProducts,
-    HostProducts,
-    activation,
-    attention_of,
-    through_attention,
-    through_latent,
-    through_mixture,
-    through_norm,
-    through_rotary,
-    through_softcap,
-)
+from replaylens.gradients import derivatives as by
+from replaylens.gradients.derivatives import BackwardProducts, HostProducts
 from replaylens.gradients.gradients import Gradients, LogitsFunction, derivative, value_of
-from replaylens.gradients.mixers import needed_mixer, through_mixer
 from replaylens.kernels import cpu as portable
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
-
-HANDLED = handled(
-    ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "
-    "rotary_layers local_rope windows slopes attn_scale scale_by_layer attn_softcap logit_softcap qk_norm qk_norm_kind "
-    "qk_norm_span qk_norm_rotated qkv_bias out_bias mlp_bias gated_mlp activation embed_scale residual_scale logit_scale "
-    "tied_embeddings unembed_bias mixture clip_qkv latent sinks mixer parts attn_gate",
-    Rope="theta scaling factor low_freq_factor high_freq_factor original_positions beta_fast beta_slow truncate divisors "
-    "attention_factor",
-    Latent="rank d_value query_rank",
-    MixtureConfig="num_experts d_expert routing layers bias router_bias d_shared shared_gate",
-    Routing="top kind normalised scale groups chosen_groups group_best correction jitter floor",
-    MixerConfig="kind taps channels heads key_heads d_key d_value conv_bias bias min_step max_step norm_groups gate_first "
-    "beta_scale norm_eps norms_before",
-)
-"""the wiring that `Backward` mirrors"""
-
-
-def needed_sites(config: ModelConfig) -> frozenset[str]:
-    """The sites whose values `Backward` reads: the inputs of everything that is not linear. NoGradient for a model whose wiring
-    it does not mirror."""
-    require_handled(config, HANDLED, "The backward pass", "Use patching, or a model without it.", NoGradient)
-    found = set[str]()
-    for layer in range(config.num_layers):
-        names, (before, after) = ["hook_in"], config.norms(layer)
-        for part in ("attn", "mixer", "mlp"):
-            names += [f"{part}.hook_out"] if after and config.has(part, layer) else []
-        if config.has("attn", layer):
-            names += _of_attention(config, layer)
-        if config.has("mixer", layer):
-            names += [*(["ln1.hook_out"] if before else []), *needed_mixer(config)]
-        if config.has("mlp", layer):
-            names += [*([] if config.parallel_residual else ["ln2.hook_in"]), *_of_mlp(config, layer)]
-        found |= {f"blocks.{layer}.{name}" for name in names}
-    return frozenset(found)
-
-
-def _of_attention(config: ModelConfig, layer: int) -> list[str]:
-    """The sites of an attention, within the block."""
-    if config.latent is not None:
-        return [*NEEDED_LATENT, *(["attn.q_a_layernorm.hook_in"] if config.latent.query_rank else [])]
-    sites = [*attended(config, layer), *(_normed(config, layer) if config.qk_norm else ())]
-    names = [site.partition(f"blocks.{layer}.")[2] for site in sites] + ["attn.v.hook_out"]
-    names += [f"attn.{part}{'_norm' if config.qk_norm else ''}.hook_out" for part in "qk"] if config.clip_qkv else []
-    return names + (["attn.hook_gate"] if config.attn_gate else [])
-
-
-def _of_mlp(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    """The sites of an MLP or a mixture, within the block."""
-    if config.mixture is None or not config.sparse(layer):
-        begin = "mlp." if config.mixture is None else "mlp.dense_"
-        return (f"{begin}in.hook_out", *([f"{begin}gate.hook_out"] if config.gated_mlp else []))
-    shared = NEEDED_SHARED[: 2 if config.mixture.shared_gate else 1] if config.mixture.d_shared else ()
-    before, _ = config.norms(layer)
-    if before and not config.shared_norm:
-        read = "ln2.hook_out"
-    else:
-        read = ("ln1.hook_out" if before else "hook_in") if config.parallel_residual else "ln2.hook_in"
-    return (read, *(f"mlp.{name}" for name in (*NEEDED_MIXTURE, *shared)))
-
-
-def attended(config: ModelConfig, layer: int) -> tuple[str, str]:
-    """The sites of the queries and keys that attention compares."""
-    turned = config.rotates(layer)
-    if config.qk_norm and (config.qk_norm_rotated or not turned):
-        return _both(layer, "{}_norm.hook_out")
-    return _both(layer, "hook_rot_{}" if turned else "{}.hook_out")
-
-
-def _normed(config: ModelConfig, layer: int) -> tuple[str, str]:
-    """The sites of the queries and keys that their norms read; of no use in a model without them."""
-    return _both(layer, "hook_rot_{}" if config.qk_norm_rotated and config.rotates(layer) else "{}.hook_out")
-
-
-def _both(layer: int, name: str) -> tuple[str, str]:
-    return f"blocks.{layer}.attn.{name.format('q')}", f"blocks.{layer}.attn.{name.format('k')}"
+Found = Iterable[tuple[Any, Tensor]]
+"""what a step read, and the gradient of it"""
 
 
 class Backward:
-    """Gradients of one path."""
+    """Gradients of one path, from the values of all steps of its pass."""
 
     def __init__(
         self,
         model: Decoder,
-        forward: WholePass,
+        recorder: Recorder,
         edits: tuple[PlacedEdit, ...],
         asked: frozenset[str],
         products: BackwardProducts,
         own: bool = False,
     ) -> None:
-        """forward  with the values of `needed_sites`
-        asked    the sites whose gradients are kept in `found`
-        own      every row's gradient is that of the row itself: nothing passes from one position to another"""
-        self.own = own
-        self.model, self.forward, self.asked, self.products = model, forward, asked, products
-        self.num_rows = num_rows = len(forward.residual)
+        """asked  the sites whose gradients are kept in `found`
+        own    every row's gradient is that of the row itself: nothing passes from one position to another"""
+        self.model, self.recorder, self.asked, self.products, self.own = model, recorder, asked, products, own
         self.edits: dict[str, list[PlacedEdit]] = {}
         for edit in edits:
             self.edits.setdefault(edit.site, []).append(edit)
-        self.rotary = model.rotary(torch.arange(num_rows, device=model.device))
         self.found: dict[str, Tensor] = {}
 
-    def run(self, g: Tensor) -> dict[str, Tensor]:
-        """The gradients at the asked sites, from that of the last row's logits, g [vocab]."""
-        return self.through_blocks(self._logits(g))
-
-    def through_blocks(self, x: Tensor) -> dict[str, Tensor]:
-        """The gradients at the asked sites, from that of the stream after the last block, x [rows, d_model]."""
-        first = min((layer_of(site) or 0 for site in self.asked - self.found.keys()), default=self.model.config.num_layers)
-        for layer in reversed(range(first, self.model.config.num_layers)):
-            x = self._block(layer, x)
-        if first == 0:
-            if self.model.pos_embed is not None:
-                self._at("pos_embed.hook_out", x)
-            self._at("embed.hook_out", x)
+    def run(self, leaving: Tensor, g: Tensor) -> dict[str, Tensor]:
+        """The gradients at those asked sites that it reaches, from that of a result of the pass."""
+        held, left = {self.recorder.number(leaving): g}, set(self.asked)
+        for step in reversed(self.recorder.steps):
+            outs = [held.pop(out, None) for out in step.outs]
+            if any(each is not None for each in outs):
+                for x, more in self._rule(step)(self, step, *outs):
+                    if isinstance(x, Value):
+                        held[x.number] = held[x.number] + more if x.number in held else more
+            left.discard(step.site if step.kind == "site" else pattern_of_step(step))
+            if not left:  # nothing earlier is asked for
+                break
         return self.found
 
-    def _value(self, site: str) -> Tensor:
-        """The value at a site, in float32."""
-        return self.forward.values[site].float()
+    def _rule(self, step: Operation) -> Callable[..., Found]:
+        if step.kind not in RULES:
+            raise NoGradient(f"No gradient through {step.kind}, which this model's wiring asks for. Use patching.")
+        return RULES[step.kind]
 
-    def _at(self, site: str, g: Tensor) -> Tensor:
-        """The gradient of a site's value before its edits, from that after them, which is kept if it is asked for."""
-        if site in self.asked:
-            self.found[site] = g
-        edits = self.edits.get(site)
-        return g if edits is None else through_edits(g, self.forward.unedited[site], edits)
+    def __call__(self, x: Any) -> Any:
+        """What a step reads; numbers in float32."""
+        if not isinstance(x, Value):
+            return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+        found = self.recorder.values[x.number]
+        return found.float() if found.is_floating_point() else found
 
-    def _last_row(self, site: str, row: Tensor) -> Tensor:
-        """A gradient that only the last row has [1, ...]. Kept with zeros for the other rows."""
-        if site in self.asked:
-            self.found[site] = torch.cat([row.new_zeros(self.num_rows - 1, *row.shape[1:]), row])
-        return row
+    def site(self, step: Operation, g: Tensor) -> Found:
+        if step.site in self.asked:  # a site that a pass comes to twice is shown as it was the last time
+            self.found.setdefault(step.site, g)
+        if step.site in self.edits:
+            g = through_edits(g, self.recorder.values[step.args[0].number], self.edits[step.site])
+        return [(step.args[0], g)]
 
-    def _logits(self, g: Tensor) -> Tensor:
-        """[vocab] -> the gradient of the stream after the last block, [rows, d_model]"""
-        model, cap = self.model, self.model.config.logit_softcap
-        residual, logits = self.forward.residual.float(), self.forward.logits
-        g = through_softcap(g, logits, cap)
-        if (scale := model.config.logit_scale) != 1.0:
-            g = g * scale
-        g = self._last_row("unembed.hook_out", g[None])
-        g = self._last_row("ln_final.hook_out", self.products.plain(g, self.products.weight(*model.head, turned=True)))
-        out = residual.new_zeros(residual.shape)
-        out[-1:] = through_norm(g, residual[-1:], model.ln_final, self.products)
-        return out
+    # ---- places --------------------------------------------------------------------------------------------------------
 
-    def _block(self, layer: int, g: Tensor) -> Tensor:
-        """The gradient of the stream that leaves the block -> of the stream that enters it."""
-        block: Block = self.model.blocks[layer]  # type: ignore[assignment]
-        g = self._at(block.out_site, g)
-        from_mlp = None if block.mlp is None else self._by_mlp(block, block.mlp, g)
-        shares = block.parallel and block.ln2 is None  # the MLP reads what attention reads
-        middle = g if from_mlp is None or block.parallel else self._at(block.middle_site, g + from_mlp)
-        entering = middle
-        if block.writers:
-            entering = middle + self._by_writers(block, middle, layer, from_mlp if shares else None)
-        if from_mlp is not None and block.parallel and not shares:
-            entering = entering + from_mlp
-        return self._at(block.in_site, entering)
+    def parts(self, step: Operation, *outs: Tensor | None) -> Found:
+        """Of split, chunk and unbind."""
+        whole = self(step.args[0])
+        dim = step.options.get("dim", step.args[-1] if step.kind == "torch.unbind" and len(step.args) > 1 else 0)
+        pieces = [torch.zeros_like(self(Value(number))) if g is None else g for number, g in zip(step.outs, outs, strict=True)]
+        joined = torch.stack(pieces, dim) if step.kind == "torch.unbind" else torch.cat(pieces, dim)
+        return [(step.args[0], joined.reshape(whole.shape))]
 
-    def _by_mlp(self, block: Block, mlp: Mlp | Mixture, g: Tensor) -> Tensor:
-        """The gradient of the stream that leaves the block -> of what the MLP, or the norm before it, reads."""
-        g = self._added(g, block.ln2_post, block.mlp_sites, block)
-        if isinstance(mlp, Mixture):
-            g = self._mixture(block, mlp, g)
+    def cat(self, step: Operation, g: Tensor) -> Found:
+        dim = step.options.get("dim", step.args[1] if len(step.args) > 1 else 0)
+        return zip(step.args[0], g.split([self(x).shape[dim] for x in step.args[0]], dim), strict=True)
+
+    def stack(self, step: Operation, g: Tensor) -> Found:
+        return zip(step.args[0], g.unbind(step.options.get("dim", step.args[1] if len(step.args) > 1 else 0)), strict=True)
+
+    def item(self, step: Operation, g: Tensor) -> Found:
+        x, at = step.args
+        whole = torch.zeros_like(self(x))
+        if isinstance(at, Tensor | Value):
+            whole.index_put_((self(at),), g, accumulate=True)
+        elif isinstance(at, tuple) and any(isinstance(each, Tensor | Value) for each in at):
+            raise NoGradient("No gradient through an index of several tensors, as this model's wiring has. Use patching.")
         else:
-            g = self._mlp(mlp, self.products.linear(g, mlp.down))
-        if block.ln2 is None:
-            return g
-        read = self._value(block.in_site if block.parallel else block.middle_site)
-        return through_norm(self._at(block.ln2_sites[2], g), read, block.ln2, self.products)
+            whole[at] = g
+        return [(x, whole)]
 
-    def _by_writers(self, block: Block, middle: Tensor, layer: int, shared: Tensor | None) -> Tensor:
-        """The gradient of the stream after attention and mixer -> of the stream that they, or the norm before them, read.
+    def scattered(self, step: Operation, g: Tensor) -> Found:
+        index = self(step.args[2])
+        return [(step.args[0], g.scatter(-1, index, 0.0)), (step.args[3], g.gather(-1, index))]
 
-        shared  what else reaches the normed stream
-        """
-        found = []
-        for part, sites in block.writers:
-            g = self.products.linear(self._added(middle, block.ln1_post, sites, block), part.o)
-            if isinstance(part, Mixer):
-                read = self._value(block.in_site if block.ln1 is None else block.ln1_sites[2])
-                found.append(through_mixer(part, g, read, self._value, self._at, self.products, self.own))
-            else:
-                found.append(self._attention(part, g, layer))
-        g = reduce(torch.add, found if shared is None else [*found, shared])
-        if block.ln1 is None:
-            return g
-        return through_norm(self._at(block.ln1_sites[2], g), self._value(block.in_site), block.ln1, self.products)
+    # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
-    def _added(self, g: Tensor, post: Norm | None, sites: tuple[str, NormSites], block: Block) -> Tensor:
-        """The gradient of the stream -> of what is added to it, before the post-norm and the factor."""
-        site, (*_, post_site) = sites
-        if post is not None:
-            g = through_norm(self._at(post_site, g), self._value(site), post, self.products)
-        g = self._at(site, g)
-        return g if block.scale == 1.0 else g * block.scale
+    def summed(self, g: Tensor, like: Tensor) -> Tensor:
+        """The gradient of what was repeated over some dimensions: its sum over these."""
+        for dim in range(g.dim()):
+            if (own := dim - g.dim() + like.dim()) < 0 or like.shape[own] != g.shape[dim]:
+                g = self.products.total(g.transpose(dim, -1)).transpose(dim, -1)
+        return g.reshape(like.shape)
 
-    def _mixture(self, block: Block, mixture: Mixture, g: Tensor) -> Tensor:
-        """[rows, d_model] -> the gradient of what the mixture reads, [rows, d_model]"""
-        if block.ln2 is not None:
-            read = block.ln2_sites[2]
-        else:
-            read = (block.in_site if block.ln1 is None else block.ln1_sites[2]) if block.parallel else block.middle_site
-        return through_mixture(mixture, g, self._value(read), self._value, self._at, self.products)
+    def added(self, step: Operation, g: Tensor) -> Found:
+        return [(x, self.summed(g, self(x))) for x in step.args if isinstance(x, Value)]
 
-    def _mlp(self, mlp: Mlp, g: Tensor) -> Tensor:
-        """[rows, d_mlp] -> the gradient of the normed stream, [rows, d_model]"""
-        g = self._at(mlp.post_site, g)
-        up = self._value(mlp.up_site)
-        if not mlp.gated:
-            by_up = self._at(mlp.up_site, g * activation(up, mlp.kind, self.products)[1])
-            return self.products.linear(by_up, mlp.up)
-        found, slope = activation(self._value(mlp.gate_site), mlp.kind, self.products)
-        by_gate, by_up = self._at(mlp.gate_site, g * up * slope), self._at(mlp.up_site, g * found)
-        return self.products.linear(torch.cat([by_gate, by_up], dim=-1), mlp.up)
+    def product(self, step: Operation, g: Tensor) -> Found:
+        pairs = (step.args, step.args[::-1])
+        return [(x, self.summed(g * self(other), self(x))) for x, other in pairs if isinstance(x, Value)]
 
-    def _attention(self, attn: Attention | LatentAttention, g: Tensor, layer: int) -> Tensor:
-        """[rows, heads * width of values] -> the gradient of the normed stream, [rows, d_model]"""
-        g = self._at(attn.z_site, rearrange(g, "rows (heads d) -> rows heads d", heads=attn.heads))
-        rotary, config, want_pattern = self.rotary[layer], self.model.config, attn.pattern_site in self.asked
-        if isinstance(attn, LatentAttention):
-            assert rotary is not None
-            out, pattern = through_latent(attn, g, rotary, self._value, self._at, want_pattern, self.products, self.own)
-            if pattern is not None:
-                self.found[attn.pattern_site] = pattern
-            return out
-        q, k, v = (self._value(site) for site in (*attended(config, layer), attn.v_site))
-        by_gate = None
-        if attn.gated:
-            open_ = self.products.apply("sigmoid", self._value(attn.gate_site))
-            seen = attention_of(q, k, v, attn.spec, self.products, attn.sinks)
-            by_gate, g = self._at(attn.gate_site, g * seen * (open_ * (1 - open_))), g * open_
-        dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, self.products, self.own, attn.sinks)
-        if pattern is not None:
-            self.found[attn.pattern_site] = pattern
-        if attn.norm_is_last:
-            dq, dk = self._qk_norms(attn, dq, dk, layer)
-        if rotary is not None:
-            dq = through_rotary(self._at(attn.rotated_q_site, dq), rotary)
-            dk = through_rotary(self._at(attn.rotated_k_site, dk), rotary)
-        if not attn.norm_is_last:
-            dq, dk = self._qk_norms(attn, dq, dk, layer)
-        dq, dk, dv = self._at(attn.q_site, dq), self._at(attn.k_site, dk), self._at(attn.v_site, dv)
-        if attn.clip and attn.q_norm is not None:
-            dv = self._unclipped(attn, dv, attn.v_site)
-        joined = torch.cat([dq, dk, dv], dim=1)
-        if attn.clip and attn.q_norm is None:
-            joined = self._unclipped(attn, joined, attn.q_site, attn.k_site, attn.v_site)
-        joined = joined if by_gate is None else torch.cat([joined, by_gate], dim=1)
-        return self.products.linear(rearrange(joined, "rows heads d -> rows (heads d)"), attn.qkv)
+    def norms(self, step: Operation, *outs: Tensor | None) -> Found:
+        given = zip(step.args[: len(outs)], step.args[len(outs) :], outs, strict=True)
+        return [(x, by.through_norm(g, self(x), norm, self.products)) for x, norm, g in given if g is not None]
 
-    def _unclipped(self, attn: Attention, g: Tensor, *sites: str) -> Tensor:
-        """The gradient before clipping, from the clipped values: what was cut off does not pass."""
-        before = {**self.forward.values, **self.forward.unedited}
-        return g * (torch.cat([before[site].float() for site in sites], dim=1).abs() < attn.clip)
+    def scaled_norms(self, step: Operation, *outs: Tensor | None) -> Found:
+        *given, norm, scales = step.args
+        every = zip(given, scales, outs, strict=True)
+        return [(x, by.through_norm(g * scale, self(x), norm, self.products)) for x, scale, g in every if g is not None]
 
-    def _qk_norms(self, attn: Attention, dq: Tensor, dk: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Through the norms of queries and keys, if there are any."""
-        if attn.q_norm is None or attn.k_norm is None:
-            return dq, dk
-        dq, dk = self._at(attn.normed_q_site, dq), self._at(attn.normed_k_site, dk)
-        if attn.clip:
-            dq, dk = self._unclipped(attn, dq, attn.normed_q_site), self._unclipped(attn, dk, attn.normed_k_site)
-        q, k = (self._value(site) for site in _normed(self.model.config, layer))
-        if not attn.norm_spans_heads:
-            return through_norm(dq, q, attn.q_norm, self.products), through_norm(dk, k, attn.k_norm, self.products)
-        back = lambda g, x, norm: through_norm(g.flatten(1), x.flatten(1), norm, self.products).view(x.shape)  # noqa: E731
-        return back(dq, q, attn.q_norm), back(dk, k, attn.k_norm)
+    def gated_norm(self, step: Operation, g: Tensor) -> Found:
+        x, gate, norm = map(self, step.args)
+        open_, slope = by.activation(gate, "silu", self.products)
+        by_gate = g * (x * by.norm_factor(x, norm, self.products) * norm.weight) * slope
+        return [(step.args[1], by_gate), (step.args[0], by.through_norm(g * open_, x, norm, self.products))]
+
+    def by_head(self, step: Operation, g: Tensor) -> Found:
+        weight = self(step.args[1])
+        return [(step.args[0], self.products.batched(g.transpose(0, 1), weight.mT).transpose(0, 1))]
+
+    # ---- parts of a block ------------------------------------------------------------------------------------------------
+
+    def attend(self, step: Operation, g: Tensor) -> Found:
+        heads, spec = step.args
+        q, k, v = map(self, (heads.q, heads.k, heads.v))
+        width, want = g.shape[-1], (pattern := pattern_of_step(step)) in self.asked  # of a latent, a part is the value
+        given = g, q, k, v[..., :width], spec, want, self.products, self.own, heads.sinks
+        dq, dk, dv, dp = by.through_attention(*given)
+        if dp is not None:
+            self.found.setdefault(pattern, dp)
+        return [(heads.q, dq), (heads.k, dk), (heads.v, torch.nn.functional.pad(dv, (0, v.shape[-1] - width)))]
+
+    def experts_hidden(self, step: Operation, g: Tensor) -> Found:
+        x, chosen, experts, kind = map(self, step.args)
+        bias = None if experts.up_bias is None else experts.up_bias.float()
+        wide = expert_products(x, chosen, self.products.weight(experts, "up"), bias, self.products.plain)
+        return self._by_experts(step, by.through_gate(g, wide, kind, experts.gated, self.products), "up")
+
+    def experts_out(self, step: Operation, g: Tensor) -> Found:
+        return self._by_experts(step, g, "down")
+
+    def _by_experts(self, step: Operation, g: Tensor, name: str) -> Found:
+        x, chosen, experts = map(self, step.args[:3])
+        weight = self.products.weight(experts, name, turned=True)
+        g = expert_products(g, chosen, weight, None, self.products.plain)
+        return [(step.args[0], g if x.dim() == 3 else by.ordered_sum(g))]
+
+    def combine(self, step: Operation, g: Tensor) -> Found:
+        (outs, weights), g = map(self, step.args), g[:, None]
+        return zip(step.args, (weights[..., None] * g, self.products.total(outs * g)[..., 0]), strict=True)
+
+    def rates(self, step: Operation, by_strength: Tensor | None, by_decay: Tensor | None) -> Found:
+        """Of scale sigmoid(strength), and of -exp(a_log) softplus(step + step_bias)."""
+        x, a_log, step_bias, scale = map(self, step.args)
+        strength, before = x.chunk(2, dim=-1)
+        open_ = self.products.apply("sigmoid", strength)
+        found = [torch.zeros_like(strength), torch.zeros_like(before)]
+        if by_strength is not None:
+            found[0] = by_strength * (scale * open_ * (1 - open_))
+        if by_decay is not None:
+            slope = self.products.apply("sigmoid", before + step_bias)
+            found[1] = by_decay * (-self.products.apply("exp", a_log) * slope)
+        return [(step.args[0], torch.cat(found, dim=-1))]
+
+    def recur(self, step: Operation, g: Tensor) -> Found:
+        given = step.args[0]
+        q, k, v, decay = map(self, (given.q, given.k, given.v, given.decay))
+        strength = None if given.strength is None else self(given.strength)
+        return by.through_recurrence(g, given, q, k, v, strength, decay, self.own)
+
+    def short_conv(self, step: Operation, g: Tensor) -> Found:
+        x, conv = map(self, step.args[:2])
+        return [(step.args[0], by.through_conv(g, x, conv, step.options.get("silu", False), self.products, self.own))]
+
+
+def pattern_of_step(step: Operation) -> str:
+    """The site of an attention's pattern; empty: the step is none."""
+    return f"blocks.{step.args[1].layer}.attn.hook_pattern" if step.kind == "attend" else ""
+
+
+def one(rule: Callable[[Backward, Operation, Tensor, Tensor], Tensor]) -> Callable[..., Found]:
+    """A rule for the first thing that a step reads: (walk, step, that, gradient of the result) -> its gradient."""
+    return lambda back, step, g: [(step.args[0], rule(back, step, back(step.args[0]), g))]
+
+
+def _of_result(slope: Callable[[Tensor], Tensor]) -> Callable[..., Found]:
+    """A rule for a function of every number, from its slope as a function of its result."""
+    return one(lambda back, step, x, g: g * slope(back(Value(step.outs[0]))))
+
+
+def _torch(*names: str) -> tuple[str, ...]:
+    return tuple(f"torch.{name}" for name in names)
+
+
+_SAME = _torch("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "to")
+_MOVED = _torch("split", "chunk", "unbind", "cat", "stack", "__getitem__", "add", "__radd__", "neg")
+RULES: dict[str, Callable[..., Found]] = {
+    "site": Backward.site,
+    **dict.fromkeys(_SAME, one(lambda back, step, x, g: g.reshape(x.shape))),
+    **dict.fromkeys(_torch("split", "chunk", "unbind"), Backward.parts),
+    "torch.cat": Backward.cat,
+    "torch.stack": Backward.stack,
+    "torch.__getitem__": Backward.item,
+    "torch.gather": one(lambda back, step, x, g: torch.zeros_like(x).scatter(-1, back(step.args[2]), g)),
+    "torch.scatter": Backward.scattered,
+    "torch.masked_fill": one(lambda back, step, x, g: g.masked_fill(back(step.args[1]), 0.0)),
+    **dict.fromkeys(("add", "torch.add", "torch.__radd__"), Backward.added),
+    **dict.fromkeys(("torch.mul", "torch.__rmul__"), Backward.product),
+    "torch.neg": one(lambda back, step, x, g: -g),
+    "torch.clamp": one(lambda back, step, x, g: g * (back(Value(step.outs[0])) == x)),
+    "linear": one(lambda back, step, x, g: back.products.linear(g, step.args[1])),
+    "linear_add": lambda back, step, g: [(step.args[0], back.products.linear(g, step.args[1])), (step.args[2], g)],
+    "unembed": one(lambda back, step, x, g: back.products.plain(g, back.products.weight(*back.model.head, turned=True))),
+    "by_head": Backward.by_head,
+    "norm": Backward.norms,
+    "norm_pair": Backward.norms,
+    "scaled_norms": Backward.scaled_norms,
+    "gated_norm": Backward.gated_norm,
+    "rotate": one(lambda back, step, x, g: by.through_rotary(g, step.args[1])),
+    "softcap": one(lambda back, step, x, g: by.through_softcap(g, back(Value(step.outs[0])), step.args[1])),
+    "activate": one(
+        lambda back, step, x, g: by.through_gate(g, x, step.args[1], step.options.get("gated", step.args[-1]), back.products)
+    ),
+    "sigmoid": _of_result(lambda y: y * (1 - y)),
+    "exp": _of_result(lambda y: y),
+    "softplus": one(lambda back, step, x, g: g * back.products.apply("sigmoid", x)),
+    "spread": one(lambda back, step, x, g: g.gather(-1, back(step.args[1]))),
+    "weigh": one(lambda back, step, x, g: by.through_weights(g, x, back(step.args[1]), step.args[2], back.products)),
+    "experts_hidden": Backward.experts_hidden,
+    "experts_out": Backward.experts_out,
+    "combine": Backward.combine,
+    "attend": Backward.attend,
+    "rates": Backward.rates,
+    "recur": Backward.recur,
+    "short_conv": Backward.short_conv,
+}
+"""by kind"""
+BY_SHAPE = frozenset(("site", "add", "linear", "linear_add", "unembed", "rotate", *_SAME, *_MOVED))
+"""kinds whose rules read no value of a float, only its shape"""
+BY_RESULT = frozenset(("torch.clamp", "softcap", "sigmoid", "exp"))
+"""kinds whose rules read the result"""
+
+
+def forget(recorder: Recorder, edited: frozenset[str]) -> None:
+    """Mutates: of the values that no rule reads, only the shapes stay. edited: sites with edits, whose rule reads the value"""
+    needed = set[int]()
+    for step in recorder.steps:
+        if step.kind not in BY_SHAPE or (step.kind == "site" and step.site in edited):
+            needed.update(step.reads)
+        if step.kind in BY_RESULT:
+            needed.update(step.outs)
+    for number, x in recorder.values.items():
+        if number not in needed and x.is_floating_point():
+            recorder.values[number] = x.new_empty(()).expand(x.shape)
 
 
 def through_edits(g: Tensor, unedited: Tensor, edits: Sequence[PlacedEdit]) -> Tensor:
@@ -381,7 +357,9 @@ class Tape:
     asked: tuple[str, ...]
     """the sites whose gradients can be computed, in model order"""
     forward: WholePass
-    """with the values of the asked sites, and of those that the backward pass reads"""
+    """with the values of the asked sites"""
+    recorder: Recorder | None
+    """the steps of the pass; None: without gradients"""
 
     @property
     def logits(self) -> Tensor:
@@ -412,12 +390,16 @@ class Tape:
             raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit {rather} instead.")
         edits = tuple(known for edit in edits if (known := edit.on_path(tokens)) is not None)
         head = [site for site in asked if site in HEAD_SITES]
-        needed = needed_sites(runner.model.config) if backward else frozenset()
-        tap = PassTap(needed | (frozenset(asked) - frozenset(head)))
-        forward = runner.whole(tokens, edits, tap)
+        recorder = Recorder(runner.model, frozenset(head)) if backward else None
+        try:
+            forward = runner.whole(tokens, edits, PassTap(frozenset(asked) - frozenset(head)), recorder)
+        except UnsupportedModel as error:
+            raise NoGradient(str(error)) from None
         if head:
             forward.values.update(runner.head(forward.residual, head))
-        return cls(runner, tuple(tokens), edits, asked, forward)
+        if recorder is not None:
+            forget(recorder, frozenset(edit.site for edit in edits))
+        return cls(runner, tuple(tokens), edits, asked, forward, recorder)
 
     def measure(self, function: LogitsFunction) -> float:
         """The metric alone, to the bits of `Gradients.value`."""
@@ -430,12 +412,12 @@ class Tape:
 
         On a GPU, metric and edits are differentiated on the host, and everything else on the device. Results are on the host.
         """
-        num_keys, asked, products = len(self.tokens), frozenset(self.asked), self.products()
+        num_keys, products = len(self.tokens), self.products()
         with modes.canonical():
             value, g = derivative(function, self.logits)
-            found = Backward(self.runner.model, self.forward, self.edits, asked, products).run(g.to(self.runner.device))
+            found = self._back(products).run(self.forward.logits, g.to(self.runner.device))
             for site in self.asked:
-                finite(found[site], f"gradients at {site}")
+                found[site] = finite(self._whole(found.get(site), site), f"gradients at {site}")
             kept = _in_order(self.asked, found, num_keys)
         values = _in_order(self.asked, self.forward.values, num_keys)
         return Gradients(value, self.tokens, certified and products.certified, values, kept, aliases)
@@ -456,13 +438,24 @@ class Tape:
             for line in range(width):
                 g = torch.zeros(self.forward.residual.shape, dtype=torch.float32, device=device)
                 g[:, line] = 1.0
-                backward = Backward(self.runner.model, self.forward, self.edits, frozenset(self.asked), products, own=True)
-                found = backward.through_blocks(g)
+                found = self._back(products, own=True).run(self.forward.residual, g)
                 for number, site in enumerate(self.asked):
                     rows = finite(found[site], f"Jacobians at {site}")[list(picked)].cpu()
                     out[number, line] = portable.row_sums(rows.t().contiguous())[:, 0]
                 tell(line)
         return out
+
+    def _back(self, products: BackwardProducts, own: bool = False) -> Backward:
+        assert self.recorder is not None  # `of` was told to keep what gradients need
+        return Backward(self.runner.model, self.recorder, self.edits, frozenset(self.asked), products, own)
+
+    def _whole(self, g: Tensor | None, site: str) -> Tensor:
+        """The gradient at a site, of all rows: zeros for those that it does not reach."""
+        whole = torch.zeros_like(self.forward.values[site], dtype=torch.float32)
+        if g is None or len(g) == len(whole):
+            return whole if g is None else g
+        whole[-len(g) :] = g
+        return whole
 
     def products(self) -> BackwardProducts:
         """Those of a backward pass on the runner's device."""

@@ -5,7 +5,6 @@ numbers, which IEEE 754 rounds alike everywhere: on a CPU, a gradient has the sa
 """
 
 import math
-from collections.abc import Callable
 from functools import reduce
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -14,10 +13,9 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from replaylens.engine.errors import NoGradient
-from replaylens.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Routing, barred, without_barred
-from replaylens.engine.model.decoder import LatentAttention, Mixture, SharedExpert
-from replaylens.engine.model.layers import Linear, Norm, Packable, Rotary, expert_products
-from replaylens.engine.model.ops import AttentionSpec, position_bias, visible
+from replaylens.engine.model.config import SWIGLU_ALPHA, SWIGLU_LIMIT, Activation, Routing
+from replaylens.engine.model.layers import Conv, Linear, Norm, Packable, Rotary
+from replaylens.engine.model.ops import AttentionSpec, Recurrence, position_bias, visible
 from replaylens.engine.passes.cpu import Products, rows_of
 from replaylens.kernels import cpu as portable
 
@@ -301,154 +299,17 @@ def pattern_of(q: Tensor, k: Tensor, spec: AttentionSpec, products: BackwardProd
     return found
 
 
-def attention_of(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, products: BackwardProducts, sinks: Tensor | None = None
-) -> Tensor:
-    """What rows at positions 0, 1, ... read: [rows, heads, d_value]. q [rows, heads, d_head]; k, v [rows, kv_heads, width]."""
-    p = rearrange(pattern_of(q, k, spec, products, sinks), "kv group rows keys -> kv (group rows) keys")
-    z = products.batched(p, v.transpose(0, 1).contiguous())
-    return rearrange(z, "kv (group rows) d -> rows (kv group) d", rows=len(q))
+# ---- experts ---------------------------------------------------------------------------------------------------------
+# The derivatives of what a mixture of experts is made of. Which experts a row goes to is constant; their weights are not, as in
+# transformers.
 
 
-# ---- latent ----------------------------------------------------------------------------------------------------------
-# The derivative of latent attention over one whole path, in its plain form: with the keys and values of every head.
-#
-# The forward pass computes without them; the backward pass reads them as they are shown at their sites. Both forms have the
-# same derivative, and the plain one gives that of the pattern as well.
-
-AtSite = Callable[[str, Tensor], Tensor]
-"""a site and the gradient of its value after edits -> of its value before them"""
-
-NEEDED_LATENT = ("attn.hook_q", "attn.hook_k", "attn.hook_v", "attn.kv_a_layernorm.hook_in")
-"""the sites within a block whose values are read"""
-
-
-def through_latent(
-    attn: LatentAttention,
-    g: Tensor,
-    rotary: Rotary,
-    value: Callable[[str], Tensor],
-    at: AtSite,
-    want_pattern: bool,
-    products: BackwardProducts,
-    own: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """g [rows, heads, d_value], of the heads' outputs -> the gradient of the normed stream [rows, d_model], and of the pattern.
-
-    value  the value at a site, in float32
-    """
-    q, k, v = (value(site) for site in (attn.q_site, attn.k_site, attn.v_site))
-    dq, dk, dv, pattern = through_attention(g, q, k, v, attn.spec, want_pattern, products, own)
-    return _queries(attn, dq, rotary, value, at, products) + _keys(attn, dk, dv, rotary, value, at, products), pattern
-
-
-def _queries(
-    attn: LatentAttention, dq: Tensor, rotary: Rotary, value: Callable[[str], Tensor], at: AtSite, products: BackwardProducts
-) -> Tensor:
-    """[rows, heads, d_head] -> [rows, d_model]"""
-    plain, turned = at(attn.q_site, dq).split([attn.plain, attn.turned], dim=-1)
-    turned = through_rotary(at(attn.rotated_q_site, turned), rotary)
-    g = products.linear(rearrange(torch.cat([plain, turned], dim=-1), "rows heads d -> rows (heads d)"), attn.q)
-    if attn.q_a is None or attn.q_a_norm is None:
-        return g
-    g = through_norm(at(attn.q_latent_site, g), value(attn.q_a_site), attn.q_a_norm, products)
-    return products.linear(at(attn.q_a_site, g), attn.q_a)
-
-
-def _keys(
-    attn: LatentAttention,
-    dk: Tensor,
-    dv: Tensor,
-    rotary: Rotary,
-    value: Callable[[str], Tensor],
-    at: AtSite,
-    products: BackwardProducts,
-) -> Tensor:
-    """Keys [rows, heads, d_head] and values [rows, heads, d_value] -> [rows, d_model]"""
-    plain, turned = dk.split([attn.plain, attn.turned], dim=-1)
-    shared = through_rotary(at(attn.rotated_k_site, _added(turned)[:, None]), rotary)[:, 0]
-    by_head = rearrange(torch.cat([plain, dv], dim=-1), "rows heads d -> rows (heads d)")  # d = plain + d_value
-    weight = rearrange(torch.cat([attn.k.weight, attn.v.weight], dim=-1), "heads rank d -> (heads d) rank")
-    latent = at(attn.latent_site, products.batched(by_head[None], weight[None])[0])
-    latent = at(attn.kv_a_site, through_norm(latent, value(attn.kv_a_site), attn.kv_a_norm, products))
-    return products.linear(torch.cat([latent, shared], dim=-1), attn.kv_a)
-
-
-def _added(x: Tensor) -> Tensor:
+def ordered_sum(x: Tensor) -> Tensor:
     """The sum over a few heads or experts, in order: [rows, few, width] -> [rows, width]"""
     return reduce(torch.add, x.unbind(1))
 
 
-# ---- mixture ---------------------------------------------------------------------------------------------------------
-# The derivative of a mixture of experts. Which experts a row goes to is constant; their weights are not, as in transformers.
-#
-#     out = sum_e w[e] y[e] + shared        dy[e] = w[e] g,    dw[e] = y[e] . g,    and from the weights to the router's logits
-#
-# What lies inside an expert before its activation has no site, so it is computed again.
-
-NEEDED_MIXTURE = (
-    "gate.hook_out",
-    "gate.hook_choice",
-    "gate.hook_expert_indices",
-    "gate.hook_expert_weights",
-    "experts.hook_expert_out",
-)
-NEEDED_SHARED = ("shared_expert.hook_out", "shared_expert_gate.hook_out")
-"""the sites within a mixture whose values are read; the latter if it has them"""
-
-
-def through_mixture(
-    mixture: Mixture, g: Tensor, x: Tensor, value: Callable[[str], Tensor], at: AtSite, products: BackwardProducts
-) -> Tensor:
-    """g [rows, d_model], of what the mixture returns -> the gradient of its input x [rows, d_model].
-
-    value  the value at a site, in float32
-    """
-    chosen = value(mixture.chosen_site).long()
-    mixed, outs = at(mixture.experts_site, g), value(mixture.each_site)
-    weights = value(mixture.weights_site).gather(-1, chosen)
-    dx = _experts(mixture, weights[..., None] * mixed[:, None], x, chosen, at, products)
-    spread = g.new_zeros(len(g), mixture.num_experts).scatter(-1, chosen, products.total(outs * mixed[:, None])[..., 0])
-    dw = at(mixture.weights_site, spread).gather(-1, chosen)
-    logits, scores = value(mixture.logits_site), value(mixture.choice_site)
-    dw = _weights(dw, logits, scores, chosen, mixture.routing, products)
-    dx = dx + products.linear(at(mixture.logits_site, dw), mixture.router)
-    return dx if mixture.shared is None else dx + _shared(mixture, mixture.shared, g, x, value, at, products)
-
-
-def _experts(mixture: Mixture, g: Tensor, x: Tensor, chosen: Tensor, at: AtSite, products: BackwardProducts) -> Tensor:
-    """g [rows, top, d_model], of the chosen experts' outputs -> [rows, d_model]"""
-    experts = mixture.experts
-    g = expert_products(at(mixture.each_site, g), chosen, products.weight(experts, "down", turned=True), None, products.plain)
-    bias = None if experts.up_bias is None else experts.up_bias.float()
-    wide = expert_products(x, chosen, products.weight(experts, "up"), bias, products.plain)
-    g = _through_gate(at(mixture.post_site, g), wide, mixture.kind, experts.gated, products)
-    return _added(expert_products(g, chosen, products.weight(experts, "up", turned=True), None, products.plain))
-
-
-def _shared(
-    mixture: Mixture,
-    shared: SharedExpert,
-    g: Tensor,
-    x: Tensor,
-    value: Callable[[str], Tensor],
-    at: AtSite,
-    products: BackwardProducts,
-) -> Tensor:
-    """g [rows, d_model], of what the shared expert adds -> [rows, d_model]"""
-    dx = x.new_zeros(x.shape)
-    if mixture.shared_gate is not None:
-        open_ = products.apply("sigmoid", value(mixture.shared_gate_site))
-        slope = products.total(g * value(mixture.shared_site)) * open_ * (1 - open_)
-        dx = products.linear(at(mixture.shared_gate_site, slope), mixture.shared_gate)
-        g = g * open_
-    wide = products.ahead(x, shared.up)
-    wide = wide if shared.up.bias is None else wide + shared.up.bias.float()
-    g = products.linear(at(mixture.shared_site, g), shared.down)
-    return dx + products.linear(_through_gate(g, wide, shared.kind, shared.gated, products), shared.up)
-
-
-def _through_gate(g: Tensor, wide: Tensor, kind: Activation, gated: bool, products: BackwardProducts) -> Tensor:
+def through_gate(g: Tensor, wide: Tensor, kind: Activation, gated: bool, products: BackwardProducts) -> Tensor:
     """The gradient of what an activation reads; gated: of gate | up."""
     if not gated:
         return g * activation(wide, kind, products)[1]
@@ -462,13 +323,8 @@ def _through_gate(g: Tensor, wide: Tensor, kind: Activation, gated: bool, produc
     return torch.cat([g * (kept + 1) * slope * (gate == small), g * (small * open_) * (up == kept)], dim=-1)
 
 
-def _weights(g: Tensor, logits: Tensor, scores: Tensor, chosen: Tensor, routing: Routing, products: BackwardProducts) -> Tensor:
-    """g [rows, top], of the weights -> the gradient of the logits [rows, experts]. Mirrors `weigh`.
-
-    scores  what the experts were chosen by
-    """
-    g = g.masked_fill(barred(scores, chosen), 0.0)
-    logits = without_barred(logits, scores, chosen)
+def through_weights(g: Tensor, logits: Tensor, chosen: Tensor, routing: Routing, products: BackwardProducts) -> Tensor:
+    """g [rows, top], of the weights -> the gradient of the logits [rows, experts] that `weigh` reads."""
     if routing.kind == "sparsemixer":
         return _sparsemixer(g, logits, chosen, routing, products)
     g, zeros = g * routing.scale, torch.zeros_like(logits)
@@ -497,3 +353,50 @@ def _sparsemixer(g: Tensor, logits: Tensor, chosen: Tensor, routing: Routing, pr
         found = found + through_softmax(torch.zeros_like(p).scatter(-1, place, each), p, products)
         left = left.scatter(-1, place, -torch.inf)
     return found
+
+
+# ---- recurrent -------------------------------------------------------------------------------------------------------
+# The derivatives of recurrences and short convolutions over one whole path. On a CPU only: the walk back over a recurrence is a
+# kernel (`kernels/cpu_recurrent.py`).
+
+
+def through_recurrence(
+    g: Tensor,
+    given: Recurrence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    strength: Tensor | None,
+    decay: Tensor,
+    own: bool,
+) -> list[tuple[Any, Tensor]]:
+    """What a recurrence was given, and the gradients of these, from that of what is read from its states.
+
+    own  nothing passes from one position to another
+    """
+    from replaylens.kernels.cpu_recurrent import recur_back  # compiled for hybrids only
+
+    found, key_heads = recur_back(q, k, v, strength, decay, g, own), q.shape[1]
+    by_key_head = lambda x: reduce(  # noqa: E731
+        torch.add, rearrange(x, "rows (keys group) d -> group rows keys d", keys=key_heads).unbind()
+    )
+    by_key = [(given.q, by_key_head(found.q)), (given.k, by_key_head(found.k))]
+    return [*by_key, (given.v, found.v), (given.decay, found.decay), (given.strength, found.beta)]
+
+
+def through_conv(g: Tensor, x: Tensor, conv: Conv, silu: bool, products: BackwardProducts, own: bool) -> Tensor:
+    """The gradient of what is convolved, [rows, channels]: each position is read by itself and the next ones.
+
+    silu  g is that of the activated result
+    """
+    weights = conv.weight.float().flip(0)  # of the row's own position first
+    if silu:
+        raw = x.new_zeros(x.shape)
+        for shift, weight in enumerate(weights):
+            raw[shift:] += weight * x[: len(x) - shift]
+        raw = raw if conv.bias is None else raw + conv.bias.float()
+        g = g * activation(raw, "silu", products)[1]
+    out = g * weights[0]
+    for shift, weight in enumerate([] if own else weights[1:], start=1):
+        out[: max(0, len(g) - shift)] += weight * g[shift:]
+    return out
