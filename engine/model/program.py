@@ -26,7 +26,7 @@ from replaylens.engine.model.sites import table
 
 
 @dataclass(frozen=True)
-class Value:
+class Numbered:
     """What a step reads: the result of an earlier one, by its number."""
 
     number: int
@@ -39,7 +39,7 @@ class Operation:
     kind: str
     """a method of `Ops`, "site", or a function of torch ("torch.add")"""
     args: tuple[Any, ...]
-    """with a `Value` in the place of each tensor that steps made; weights and settings are themselves"""
+    """with a `Numbered` in the place of each tensor that steps made; weights and settings are themselves"""
     options: Mapping[str, Any]
     outs: tuple[int, ...]
     """the numbers of its results"""
@@ -51,7 +51,7 @@ class Operation:
 
     @property
     def reads(self) -> list[int]:
-        return [x.number for x in leaves((self.args, tuple(self.options.values()))) if isinstance(x, Value)]
+        return [x.number for x in leaves((self.args, tuple(self.options.values()))) if isinstance(x, Numbered)]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
@@ -155,7 +155,7 @@ class Recorder(TorchFunctionMode):
             return x
         if (number := self._numbers.get(id(x))) is not None:
             self._reads = True
-            return Value(number)
+            return Numbered(number)
         weight = isinstance(x, nn.Parameter | ReadOnly) or id(x) in self._fixed
         if weight or not self.steps or not x.is_floating_point():
             return x
@@ -289,7 +289,7 @@ class Program:
         return f"{outs} = {step.kind}({', '.join(given)})"
 
     def _text(self, x: Any) -> str:
-        if isinstance(x, Value):
+        if isinstance(x, Numbered):
             return f"%{x.number}"
         if isinstance(x, Rotary):
             return self.names[id(x.table)]

@@ -194,6 +194,11 @@ WRITTEN: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "a product of parts": lambda x, ops: torch.stack([-a * b for a, b in zip(*[x.unbind(-1)] * 2, strict=True)], dim=-1),
     "a sum of both orders": lambda x, ops: (x.unflatten(-1, (2, -1)).flatten(1) + x).reshape(x.shape),
     "one number for all": lambda x, ops: x[:, :1] * x,
+    "dimensions by place": lambda x, ops: torch.cat([-b * a for a, b in [x.chunk(2, -1)] * 2], -1),
+    "turned and stacked": lambda x, ops: torch.stack(x.unbind(1)[::-1], 1),
+    "gathered by rows": lambda x, ops: (
+        x.gather(0, torch.zeros(x.shape).long()) * 0.1 + x.gather(1, torch.arange(32).flip(0).expand(x.shape))
+    ),
 }
 
 
@@ -242,6 +247,9 @@ REFUSED_STEPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     ),
     "a change in place": (lambda x, ops: x.add_(1.0), "changes a value in place, by add_"),
     "a row that is put": (lambda x, ops: _put(x), "changes a value in place, by __setitem__"),
+    "a factor of a sum": (lambda x, ops: x.add(x, alpha=2.0), "through torch.add with alpha, which"),
+    "a bound that is a value": (lambda x, ops: x.clamp(min=x[:, :1]), "through torch.clamp with min, which"),
+    "a value that is put": (lambda x, ops: x.masked_fill(x > 0, x[0, 0]), "through torch.masked_fill, which"),
     "numbers of nobody": (lambda x, ops: x + torch.from_numpy(x.numpy() * 2), "neither Ops nor torch made within the pass"),
 }
 

@@ -19,7 +19,7 @@ from replaylens.engine.errors import NoGradient, UnsupportedModel
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import expert_products
-from replaylens.engine.model.program import Operation, Recorder, Value
+from replaylens.engine.model.program import Numbered, Operation, Recorder
 from replaylens.engine.model.sites import STATE
 from replaylens.engine.passes.batch import finite
 from replaylens.engine.passes.runner import Runner, WholePass
@@ -32,7 +32,7 @@ from replaylens.kernels import cpu as portable
 
 # ---- backward --------------------------------------------------------------------------------------------------------
 
-Found = Iterable[tuple[Any, Tensor]]
+Flowing = Iterable[tuple[Any, Tensor]]
 """what a step read, and the gradient of it"""
 
 
@@ -62,27 +62,36 @@ class Backward:
         for step in reversed(self.recorder.steps):
             outs = [held.pop(out, None) for out in step.outs]
             if any(each is not None for each in outs):
-                for x, more in self._rule(step)(self, step, *outs):
-                    if isinstance(x, Value):
-                        held[x.number] = held[x.number] + more if x.number in held else more
+                for x, more in self._through(step, outs):
+                    held[x.number] = held[x.number] + more if x.number in held else more
             left.discard(step.site if step.kind == "site" else pattern_of_step(step))
             if not left:  # nothing earlier is asked for
                 break
         return self.found
 
-    def _rule(self, step: Operation) -> Callable[..., Found]:
-        if step.kind not in RULES:
-            raise NoGradient(f"No gradient through {step.kind}, which this model's wiring asks for. Use patching.")
-        return RULES[step.kind]
+    def _through(self, step: Operation, outs: list[Tensor | None]) -> list[tuple[Numbered, Tensor]]:
+        """What a step read, and the gradients of it. NoGradient if it has no rule, or its rule leaves something out."""
+        if step.kind not in RULES or not step.options.keys() <= {"dim", "min", "max", "gated", "silu"}:
+            raise self._refused(step)
+        found = [(x, g) for x, g in RULES[step.kind](self, step, *outs) if isinstance(x, Numbered)]
+        if step.kind.startswith("torch."):
+            numbers = {number for number in step.reads if self.recorder.values[number].is_floating_point()}
+            if numbers - {x.number for x, _ in found}:
+                raise self._refused(step)
+        return found
+
+    def _refused(self, step: Operation) -> NoGradient:
+        given = f" with {', '.join(step.options)}" if step.options else ""
+        return NoGradient(f"No gradient through {step.kind}{given}, which this model's wiring asks for. Use patching.")
 
     def __call__(self, x: Any) -> Any:
         """What a step reads; numbers in float32."""
-        if not isinstance(x, Value):
+        if not isinstance(x, Numbered):
             return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
         found = self.recorder.values[x.number]
         return found.float() if found.is_floating_point() else found
 
-    def site(self, step: Operation, g: Tensor) -> Found:
+    def site(self, step: Operation, g: Tensor) -> Flowing:
         if step.site in self.asked:  # a site that a pass comes to twice is shown as it was the last time
             self.found.setdefault(step.site, g)
         if step.site in self.edits:
@@ -91,35 +100,44 @@ class Backward:
 
     # ---- places --------------------------------------------------------------------------------------------------------
 
-    def parts(self, step: Operation, *outs: Tensor | None) -> Found:
-        """Of split, chunk and unbind."""
-        whole = self(step.args[0])
-        dim = step.options.get("dim", step.args[-1] if step.kind == "torch.unbind" and len(step.args) > 1 else 0)
-        pieces = [torch.zeros_like(self(Value(number))) if g is None else g for number, g in zip(step.outs, outs, strict=True)]
-        joined = torch.stack(pieces, dim) if step.kind == "torch.unbind" else torch.cat(pieces, dim)
-        return [(step.args[0], joined.reshape(whole.shape))]
+    def parts(self, step: Operation, *outs: Tensor | None) -> Flowing:
+        """Of split and chunk."""
+        return [(step.args[0], torch.cat(self._pieces(step, outs), _dim(step, 2)))]
 
-    def cat(self, step: Operation, g: Tensor) -> Found:
-        dim = step.options.get("dim", step.args[1] if len(step.args) > 1 else 0)
+    def unbind(self, step: Operation, *outs: Tensor | None) -> Flowing:
+        return [(step.args[0], torch.stack(self._pieces(step, outs), _dim(step, 1)))]
+
+    def _pieces(self, step: Operation, outs: tuple[Tensor | None, ...]) -> list[Tensor]:
+        whole = zip(map(Numbered, step.outs), outs, strict=True)
+        return [torch.zeros_like(self(x)) if g is None else g for x, g in whole]
+
+    def cat(self, step: Operation, g: Tensor) -> Flowing:
+        dim = _dim(step, 1)
         return zip(step.args[0], g.split([self(x).shape[dim] for x in step.args[0]], dim), strict=True)
 
-    def stack(self, step: Operation, g: Tensor) -> Found:
-        return zip(step.args[0], g.unbind(step.options.get("dim", step.args[1] if len(step.args) > 1 else 0)), strict=True)
+    def stack(self, step: Operation, g: Tensor) -> Flowing:
+        return zip(step.args[0], g.unbind(_dim(step, 1)), strict=True)
 
-    def item(self, step: Operation, g: Tensor) -> Found:
+    def item(self, step: Operation, g: Tensor) -> Flowing:
         x, at = step.args
         whole = torch.zeros_like(self(x))
-        if isinstance(at, Tensor | Value):
+        if isinstance(at, Tensor | Numbered):
             whole.index_put_((self(at),), g, accumulate=True)
-        elif isinstance(at, tuple) and any(isinstance(each, Tensor | Value) for each in at):
+        elif isinstance(at, tuple) and any(isinstance(each, Tensor | Numbered) for each in at):
             raise NoGradient("No gradient through an index of several tensors, as this model's wiring has. Use patching.")
         else:
             whole[at] = g
         return [(x, whole)]
 
-    def scattered(self, step: Operation, g: Tensor) -> Found:
-        index = self(step.args[2])
-        return [(step.args[0], g.scatter(-1, index, 0.0)), (step.args[3], g.gather(-1, index))]
+    def scattered(self, step: Operation, g: Tensor) -> Flowing:
+        x, dim, index, put = step.args
+        return [(x, g.scatter(dim, self(index), 0.0)), (put, g.gather(dim, self(index)))]
+
+    def gathered(self, step: Operation, g: Tensor) -> Flowing:
+        x, dim, index = map(self, step.args)
+        places = list(torch.ones_like(index).nonzero(as_tuple=True))
+        places[dim] = index.flatten()  # sums in one order, also on a GPU, where `scatter_add` has none
+        return [(step.args[0], torch.zeros_like(x).index_put_(tuple(places), g.flatten(), accumulate=True))]
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------------
 
@@ -130,35 +148,35 @@ class Backward:
                 g = self.products.total(g.transpose(dim, -1)).transpose(dim, -1)
         return g.reshape(like.shape)
 
-    def added(self, step: Operation, g: Tensor) -> Found:
-        return [(x, self.summed(g, self(x))) for x in step.args if isinstance(x, Value)]
+    def added(self, step: Operation, g: Tensor) -> Flowing:
+        return [(x, self.summed(g, self(x))) for x in step.args if isinstance(x, Numbered)]
 
-    def product(self, step: Operation, g: Tensor) -> Found:
+    def product(self, step: Operation, g: Tensor) -> Flowing:
         pairs = (step.args, step.args[::-1])
-        return [(x, self.summed(g * self(other), self(x))) for x, other in pairs if isinstance(x, Value)]
+        return [(x, self.summed(g * self(other), self(x))) for x, other in pairs if isinstance(x, Numbered)]
 
-    def norms(self, step: Operation, *outs: Tensor | None) -> Found:
+    def norms(self, step: Operation, *outs: Tensor | None) -> Flowing:
         given = zip(step.args[: len(outs)], step.args[len(outs) :], outs, strict=True)
         return [(x, by.through_norm(g, self(x), norm, self.products)) for x, norm, g in given if g is not None]
 
-    def scaled_norms(self, step: Operation, *outs: Tensor | None) -> Found:
+    def scaled_norms(self, step: Operation, *outs: Tensor | None) -> Flowing:
         *given, norm, scales = step.args
         every = zip(given, scales, outs, strict=True)
         return [(x, by.through_norm(g * scale, self(x), norm, self.products)) for x, scale, g in every if g is not None]
 
-    def gated_norm(self, step: Operation, g: Tensor) -> Found:
+    def gated_norm(self, step: Operation, g: Tensor) -> Flowing:
         x, gate, norm = map(self, step.args)
         open_, slope = by.activation(gate, "silu", self.products)
         by_gate = g * (x * by.norm_factor(x, norm, self.products) * norm.weight) * slope
         return [(step.args[1], by_gate), (step.args[0], by.through_norm(g * open_, x, norm, self.products))]
 
-    def by_head(self, step: Operation, g: Tensor) -> Found:
+    def by_head(self, step: Operation, g: Tensor) -> Flowing:
         weight = self(step.args[1])
         return [(step.args[0], self.products.batched(g.transpose(0, 1), weight.mT).transpose(0, 1))]
 
     # ---- parts of a block ------------------------------------------------------------------------------------------------
 
-    def attend(self, step: Operation, g: Tensor) -> Found:
+    def attend(self, step: Operation, g: Tensor) -> Flowing:
         heads, spec = step.args
         q, k, v = map(self, (heads.q, heads.k, heads.v))
         width, want = g.shape[-1], (pattern := pattern_of_step(step)) in self.asked  # of a latent, a part is the value
@@ -168,26 +186,26 @@ class Backward:
             self.found.setdefault(pattern, dp)
         return [(heads.q, dq), (heads.k, dk), (heads.v, torch.nn.functional.pad(dv, (0, v.shape[-1] - width)))]
 
-    def experts_hidden(self, step: Operation, g: Tensor) -> Found:
+    def experts_hidden(self, step: Operation, g: Tensor) -> Flowing:
         x, chosen, experts, kind = map(self, step.args)
         bias = None if experts.up_bias is None else experts.up_bias.float()
         wide = expert_products(x, chosen, self.products.weight(experts, "up"), bias, self.products.plain)
         return self._by_experts(step, by.through_gate(g, wide, kind, experts.gated, self.products), "up")
 
-    def experts_out(self, step: Operation, g: Tensor) -> Found:
+    def experts_out(self, step: Operation, g: Tensor) -> Flowing:
         return self._by_experts(step, g, "down")
 
-    def _by_experts(self, step: Operation, g: Tensor, name: str) -> Found:
+    def _by_experts(self, step: Operation, g: Tensor, name: str) -> Flowing:
         x, chosen, experts = map(self, step.args[:3])
         weight = self.products.weight(experts, name, turned=True)
         g = expert_products(g, chosen, weight, None, self.products.plain)
         return [(step.args[0], g if x.dim() == 3 else by.ordered_sum(g))]
 
-    def combine(self, step: Operation, g: Tensor) -> Found:
+    def combine(self, step: Operation, g: Tensor) -> Flowing:
         (outs, weights), g = map(self, step.args), g[:, None]
         return zip(step.args, (weights[..., None] * g, self.products.total(outs * g)[..., 0]), strict=True)
 
-    def rates(self, step: Operation, by_strength: Tensor | None, by_decay: Tensor | None) -> Found:
+    def rates(self, step: Operation, by_strength: Tensor | None, by_decay: Tensor | None) -> Flowing:
         """Of scale sigmoid(strength), and of -exp(a_log) softplus(step + step_bias)."""
         x, a_log, step_bias, scale = map(self, step.args)
         strength, before = x.chunk(2, dim=-1)
@@ -200,15 +218,21 @@ class Backward:
             found[1] = by_decay * (-self.products.apply("exp", a_log) * slope)
         return [(step.args[0], torch.cat(found, dim=-1))]
 
-    def recur(self, step: Operation, g: Tensor) -> Found:
+    def recur(self, step: Operation, g: Tensor) -> Flowing:
         given = step.args[0]
         q, k, v, decay = map(self, (given.q, given.k, given.v, given.decay))
         strength = None if given.strength is None else self(given.strength)
         return by.through_recurrence(g, given, q, k, v, strength, decay, self.own)
 
-    def short_conv(self, step: Operation, g: Tensor) -> Found:
+    def short_conv(self, step: Operation, g: Tensor) -> Flowing:
         x, conv = map(self, step.args[:2])
         return [(step.args[0], by.through_conv(g, x, conv, step.options.get("silu", False), self.products, self.own))]
+
+
+def _dim(step: Operation, place: int) -> int:
+    """The dimension that a function of torch was given, by name or as its argument at a place."""
+    found: int = step.options.get("dim", step.args[place] if len(step.args) > place else 0)
+    return found
 
 
 def pattern_of_step(step: Operation) -> str:
@@ -216,14 +240,14 @@ def pattern_of_step(step: Operation) -> str:
     return f"blocks.{step.args[1].layer}.attn.hook_pattern" if step.kind == "attend" else ""
 
 
-def one(rule: Callable[[Backward, Operation, Tensor, Tensor], Tensor]) -> Callable[..., Found]:
+def one(rule: Callable[[Backward, Operation, Tensor, Tensor], Tensor]) -> Callable[..., Flowing]:
     """A rule for the first thing that a step reads: (walk, step, that, gradient of the result) -> its gradient."""
     return lambda back, step, g: [(step.args[0], rule(back, step, back(step.args[0]), g))]
 
 
-def _of_result(slope: Callable[[Tensor], Tensor]) -> Callable[..., Found]:
+def _of_result(slope: Callable[[Tensor], Tensor]) -> Callable[..., Flowing]:
     """A rule for a function of every number, from its slope as a function of its result."""
-    return one(lambda back, step, x, g: g * slope(back(Value(step.outs[0]))))
+    return one(lambda back, step, x, g: g * slope(back(Numbered(step.outs[0]))))
 
 
 def _torch(*names: str) -> tuple[str, ...]:
@@ -232,20 +256,21 @@ def _torch(*names: str) -> tuple[str, ...]:
 
 _SAME = _torch("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "to")
 _MOVED = _torch("split", "chunk", "unbind", "cat", "stack", "__getitem__", "add", "__radd__", "neg")
-RULES: dict[str, Callable[..., Found]] = {
+RULES: dict[str, Callable[..., Flowing]] = {
     "site": Backward.site,
     **dict.fromkeys(_SAME, one(lambda back, step, x, g: g.reshape(x.shape))),
-    **dict.fromkeys(_torch("split", "chunk", "unbind"), Backward.parts),
+    **dict.fromkeys(_torch("split", "chunk"), Backward.parts),
+    "torch.unbind": Backward.unbind,
     "torch.cat": Backward.cat,
     "torch.stack": Backward.stack,
     "torch.__getitem__": Backward.item,
-    "torch.gather": one(lambda back, step, x, g: torch.zeros_like(x).scatter(-1, back(step.args[2]), g)),
+    "torch.gather": Backward.gathered,
     "torch.scatter": Backward.scattered,
     "torch.masked_fill": one(lambda back, step, x, g: g.masked_fill(back(step.args[1]), 0.0)),
     **dict.fromkeys(("add", "torch.add", "torch.__radd__"), Backward.added),
     **dict.fromkeys(("torch.mul", "torch.__rmul__"), Backward.product),
     "torch.neg": one(lambda back, step, x, g: -g),
-    "torch.clamp": one(lambda back, step, x, g: g * (back(Value(step.outs[0])) == x)),
+    "torch.clamp": one(lambda back, step, x, g: g * (back(Numbered(step.outs[0])) == x)),
     "linear": one(lambda back, step, x, g: back.products.linear(g, step.args[1])),
     "linear_add": lambda back, step, g: [(step.args[0], back.products.linear(g, step.args[1])), (step.args[2], g)],
     "unembed": one(lambda back, step, x, g: back.products.plain(g, back.products.weight(*back.model.head, turned=True))),
@@ -255,7 +280,7 @@ RULES: dict[str, Callable[..., Found]] = {
     "scaled_norms": Backward.scaled_norms,
     "gated_norm": Backward.gated_norm,
     "rotate": one(lambda back, step, x, g: by.through_rotary(g, step.args[1])),
-    "softcap": one(lambda back, step, x, g: by.through_softcap(g, back(Value(step.outs[0])), step.args[1])),
+    "softcap": one(lambda back, step, x, g: by.through_softcap(g, back(Numbered(step.outs[0])), step.args[1])),
     "activate": one(
         lambda back, step, x, g: by.through_gate(g, x, step.args[1], step.options.get("gated", step.args[-1]), back.products)
     ),
