@@ -265,7 +265,6 @@ def test_a_figure_carries_its_digest(tmp_path: Path, kind: str) -> None:
     assert found is not None and found.identifier == one.identifier and not found.intact
 
 
-@pytest.mark.slow
 def test_a_png_is_still_a_png(tmp_path: Path) -> None:
     from matplotlib.image import imread
 
@@ -294,7 +293,6 @@ def test_a_report_page_names_its_dump_and_how_to_make_it_again(run: Run, folder:
     assert "rl-again" not in ReportPage(probes=(made_report(run),)).html()
 
 
-@pytest.mark.slow
 def test_a_page_names_all_that_it_shows(engine: Engine, run: Run, folder: Path, tmp_path: Path) -> None:
     """Dump and reports are given as they are, or by path; whatever is shown is found by its identifier."""
     found, result = Rollouts.load(folder / "rollouts"), rl.lens(engine, PROMPT)
@@ -342,7 +340,6 @@ def test_verify_finds_each_kind(run: Run, folder: Path) -> None:
         assert code == 0 and out.startswith("verified") and said in out, out
 
 
-@pytest.mark.slow
 def test_every_file_that_we_write_is_verified_or_leads_to_its_folder(folder: Path, tmp_path: Path) -> None:
     """Probes by file, by the name that both files share, and by folder; a part of something larger names that."""
     for name, kind in (KINDS | {"sweep": SWEEP}).items():

@@ -232,7 +232,6 @@ def said_without(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {folder: (place / "said").read_text() for folder, place in places.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("folder", LEFT_OUT)
 def test_the_rest_works_without(folder: str, said_without: dict[str, str]) -> None:
     _, refused, named = LEFT_OUT[folder]

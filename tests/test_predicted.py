@@ -65,7 +65,6 @@ def engine() -> rl.Engine:
     return rl.Engine.load("coin-plain")
 
 
-@pytest.mark.slow
 def test_the_rows_of_a_dump(engine: rl.Engine, tmp_path: Path) -> None:
     lines = [line.split() for line in TABLE.strip().splitlines()]
     task, begins = coins(flips=(1, 1), p=1.0), "A coin's state is heads. Alice"
@@ -247,7 +246,6 @@ def test_a_column_that_tells_the_middle_class_is_chosen() -> None:
     assert SparseProbe(k=1).fit(x[y != 1], y[y != 1]).selected_.tolist() == [1]
 
 
-@pytest.mark.slow
 def test_examples_are_streamed_in_the_order_of_their_index(engine: rl.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     examples, batches, replay = coins(flips=(1, 3)).examples(5), [], engine.replay
 
@@ -413,7 +411,6 @@ def test_a_feature_for_the_viewer(engine: rl.Engine) -> None:
     assert found["bottom_logits"] == [engine.text.token(int(each)) for each in order.flip(0)[:2]]
 
 
-@pytest.mark.slow
 def test_requests_are_seeded_by_their_place_in_the_list(engine: rl.Engine) -> None:
     """Five sampled requests in batches of two: request i has the seed plus i, as if it were alone."""
     prompts = [f"A coin's state is {face}. {name} flips." for face, name in product(("heads", "tails"), ("Alice", "Bob"))]

@@ -85,7 +85,6 @@ def test_dump(dump_words: list[str], reference: Dump, tmp_path: Path, watched: N
     assert code == 0 and err == "" and (facts["digest"], facts["rows"]) == (reference.digest, reference.manifest.rows)
 
 
-@pytest.mark.slow
 def test_parts(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     code, out, _ = run(*dump_words, "--out", tmp_path, "--shard", "1/2", "--quiet")
     assert code == 0 and "the dump is not finished yet" in out
@@ -93,7 +92,6 @@ def test_parts(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["digest"] == reference.digest
 
 
-@pytest.mark.slow
 def test_writers_and_no_probabilities(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     code, out, _ = run(*dump_words, "--out", tmp_path / "d", "--writers", 2, "--json", "--quiet")
     assert code == 0 and json.loads(out)["digest"] == reference.digest
@@ -106,7 +104,6 @@ def test_writers_and_no_probabilities(dump_words: list[str], reference: Dump, tm
     assert not (tmp_path / "f").exists()
 
 
-@pytest.mark.slow
 def test_memory_url(dump_words: list[str], reference: Dump) -> None:
     assert run(*dump_words, "--out", "memory://cli", "--quiet")[0] == 0
     code, out, _ = run("diff", "memory://cli", reference.url, "--quiet")
@@ -203,7 +200,6 @@ def test_inspect(reference: Dump, tmp_path: Path) -> None:
     assert code == 2 and "Resume the dump" in err
 
 
-@pytest.mark.slow
 def test_what_was_computed_and_what_is_stored(dump_words: list[str], reference: Dump, tmp_path: Path) -> None:
     """`dump`, `inspect` and `diff` name both; the arithmetic of one with other numbers is that of its fingerprint."""
     computed = "portable-1 (float32, the same bits on every machine)"
@@ -395,7 +391,6 @@ def test_shards_without_a_plan_are_nobodys(
     assert made.digest == reference.digest
 
 
-@pytest.mark.slow
 def test_a_dump_says_which_task_it_takes(tmp_path: Path) -> None:
     """First of all, where none was given; what is printed as JSON stays JSON."""
     words = ("dump", "--n", "1", "--sites", "S", "--quiet", "--out")
@@ -710,21 +705,18 @@ def edited(engine: Engine, planned: Planned, edits: list[Edit], tmp_path_factory
     return dump
 
 
-@pytest.mark.slow
 def test_edits_change_the_dump_and_its_plan_says_so(edited: Dump, reference: Dump) -> None:
     assert edited.accepted_digest != reference.accepted_digest
     remarks = diff(edited, reference).remarks
     assert any("other interventions" in line for line in remarks)
 
 
-@pytest.mark.slow
 def test_it_is_verified_from_its_own_plan(engine: Engine, edited: Dump) -> None:
     opened = Dump.open(edited.url)
     assert opened.manifest.plan == edited.manifest.plan and len(opened.manifest.plan.edits) == 3
     assert verify(edited.url, engine, sample="all").status == VERIFIED
 
 
-@pytest.mark.slow
 def test_rejected_paths_are_recomputed_under_the_edits(
     engine: Engine, model: Decoder, tokenizer: WordTokenizer, planned: Planned, edits: list[Edit], tmp_path: Path
 ) -> None:

@@ -164,7 +164,6 @@ def test_work_is_waited_for_without_a_limit(fake: Any, model_folder: Path, refer
         dump_on_cluster(str(model_folder), tmp_path / "died", "coin", EXAMPLES, workers=1, **OPTIONS)
 
 
-@pytest.mark.slow
 def test_a_start_says_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray does not say how far it is, so a thread does."""
     ray, said = pytest.importorskip("ray"), threading.Event()

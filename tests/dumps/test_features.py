@@ -59,7 +59,6 @@ def test_a_dump_holds_the_features_of_its_rows(dump: Dump, sae: SparseFeatures) 
         dump.features("other")
 
 
-@pytest.mark.slow
 def test_the_strongest_are_kept(engine: Engine, planned: Planned, sae: SparseFeatures, dump: Dump, tmp_path: Path) -> None:
     """In ascending order, with the number that were active. Without any site the dump holds features alone."""
     few = written(engine, planned(sites="", features={"sae": sae}, keep=3), tmp_path / "few")

@@ -146,7 +146,6 @@ def test_what_becomes_of_a_lock_that_is_watched(then: str, monkeypatch: pytest.M
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("short_lease")
 def test_an_owner_that_slept_too_long_leaves_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Suspended beyond its lease, it wakes up while another holds the lock: it does not renew or remove it, and says so."""
@@ -532,7 +531,6 @@ def test_impossible_numbers_of_threads(engine: Engine, planned: Planned, tmp_pat
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.slow
 def test_a_failed_write_ends_the_next_shard_early(
     engine: Engine, planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

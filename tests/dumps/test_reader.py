@@ -492,7 +492,6 @@ def test_statistics_of_rows_whose_blocks_differ(block: int, monkeypatch: pytest.
     assert found.rows == 150 and found.mean_norm == pytest.approx(float(rows.norm(dim=1).mean()))
 
 
-@pytest.mark.slow
 def test_statistics_do_not_depend_on_shards(
     reference: Dump, engine: Engine, planned: Callable[..., DumpPlan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,7 +544,6 @@ def check_positions(dump: Dump, reference: Dump, mask: np.ndarray) -> None:
         assert torch.equal(dump.to_torch(site).nan_to_num(7), reference.to_torch(site)[mask.tolist()].nan_to_num(7))
 
 
-@pytest.mark.slow
 def test_step_ends(engine: Engine, coin: AnyTask, planned: Planned, tmp_path: Path) -> None:
     """One row per event of the prompt: the token from which the event can be inferred. Labels give the state from there on."""
     dump = written(engine, planned(positions="steps", sites="S"), tmp_path)
@@ -564,7 +562,6 @@ def test_impossible_positions(engine: Engine, planned: Planned, tmp_path: Path) 
         write_dump(engine, planned(positions=lambda path: [999]), tmp_path)
 
 
-@pytest.mark.slow
 def test_no_rows_at_all(engine: Engine, planned: Planned, tmp_path: Path) -> None:
     """A selector that keeps no rows, in one shard or in all, gives a valid dump."""
     none = written(engine, planned(positions=lambda path: []), tmp_path / "none")
@@ -629,7 +626,6 @@ def test_probabilities_without_z(engine: Engine, planned: Planned, reference: Du
     assert dump.index["logprob"].equals(reference.index["logprob"]) and dump.index["entropy"].equals(reference.index["entropy"])
 
 
-@pytest.mark.slow
 def test_without_probabilities(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Both columns are null, all else is the same, nothing is unembedded, and the dump verifies."""
     plan = planned(probabilities=False, sites="STC")
@@ -770,7 +766,6 @@ def test_other_sites(engine: Engine, planned: Planned, tmp_path: Path) -> None:
     assert dump.to_torch("unembed.hook_out").shape[1:] == (engine.config.vocab_size,)
 
 
-@pytest.mark.slow
 def test_tuned_lens(model: Decoder, tokenizer: WordTokenizer, coin: AnyTask, tmp_path: Path) -> None:
     """Z through a tuned lens: the plan names the lens, the bits do not depend on the batch, other engines need it too."""
     made = torch.Generator().manual_seed(0)

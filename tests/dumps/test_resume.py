@@ -509,7 +509,6 @@ def test_second_writer_is_refused(engine: Engine, planned: Planned, tmp_path: Pa
     assert not list(tmp_path.glob("lock-*"))
 
 
-@pytest.mark.slow
 def test_race_for_one_folder(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Many writers start at once: one writes the dump, the others are refused by name, and no file is damaged."""
     children = []
@@ -558,7 +557,6 @@ def test_impossible_parts(engine: Engine, planned: Planned, tmp_path: Path, part
         write_dump(engine, planned(), tmp_path, part=part)
 
 
-@pytest.mark.slow
 def test_three_processes(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Three parts run at the same time. One is killed and restarted. One of them finishes the dump."""
 
@@ -749,7 +747,6 @@ def test_blocks_are_joined_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(torch.cat(found), torch.cat(rows))
 
 
-@pytest.mark.slow
 def test_rows_of_a_probe_are_its_own(size: int) -> None:
     """What is done to them does not reach the activations of the run, nor rows made from it later."""
     engine = rl.Engine.load("coin-plain")

@@ -317,7 +317,6 @@ def test_a_repair_that_gives_other_bits_is_refused(
     assert repaired.digest == reference.digest
 
 
-@pytest.mark.slow
 def test_a_repair_begun_without_digests_of_shards(
     engine: Engine, planned: Planned, reference: Dump, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -367,14 +367,12 @@ def test_diff_in_z_names_the_layer(reference: Dump, copy: Path) -> None:
     assert found is not None and (found.what, found.layer) == ("Z.top_logprobs[1, 4]", 1)
 
 
-@pytest.mark.slow
 def test_diff_of_accepted_rows(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Dumps of two drafters differ only in rejected rows."""
     other = written(engine, planned(drafter="tree"), tmp_path)
     assert not diff(reference, other) and diff(reference, other, accepted=True)
 
 
-@pytest.mark.slow
 def test_diff_of_other_examples_and_sites(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     fewer = written(engine, planned(examples=4), tmp_path / "fewer")
     found = diff(reference, fewer).difference
@@ -470,7 +468,6 @@ def test_combined_digest_is_of_all_in_order() -> None:
 # One plan gives one digest, whatever the batch, the order of arrival, the drafter, the engine's history or the store.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, pytest.param(7, marks=pytest.mark.slow), 64])
 def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path, batch: int) -> None:
     """No byte of any file changes: shards are cut by example, not by arrival."""
@@ -480,7 +477,6 @@ def test_batch_changes_nothing(engine: Engine, planned: Planned, reference: Dump
         assert (tmp_path / "d" / name).read_bytes() == Path(reference.url, name).read_bytes(), name
 
 
-@pytest.mark.slow
 def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference: Dump, tmp_path: Path) -> None:
     """A run whose examples arrive shuffled is saved as the same dump as one streamed in order."""
     examples = coin.examples(EXAMPLES)
@@ -490,7 +486,6 @@ def test_arrival_order_changes_nothing(engine: Engine, coin: AnyTask, reference:
     assert run.save(tmp_path / "d", examples_per_shard=PER_SHARD).digest == reference.digest
 
 
-@pytest.mark.slow
 def test_engine_and_its_past_change_nothing(
     model: Decoder, tokenizer: WordTokenizer, planned: Planned, reference: Dump, tmp_path: Path
 ) -> None:
@@ -505,7 +500,6 @@ def test_engine_and_its_past_change_nothing(
     assert ours and ours <= {*engine.tree.roots(), *(branch.id for branch in kept)}, "nor is their trace"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", ["self", "tree", "model", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ngram", "forced"))]
 )
@@ -529,7 +523,6 @@ def test_without_rejected_branches(engine: Engine, planned: Planned, reference: 
     assert dump.manifest.rows == dump.manifest.accepted_rows == reference.manifest.accepted_rows
 
 
-@pytest.mark.slow
 def test_sampled_paths(engine: Engine, planned: Planned, reference: Dump, tmp_path: Path) -> None:
     """Seeded draws are as reproducible as greedy decoding. Another seed gives another dump."""
     hot = {"sampling": Sampling(temperature=1.5, seed=4), "sites": "S"}
@@ -639,7 +632,6 @@ def crowded(run: Run) -> Result:
     raise AssertionError("no example has siblings that were rejected together")
 
 
-@pytest.mark.slow
 def test_the_order_of_arrival_does_not_show(engine: Engine, coin: AnyTask, run: Run) -> None:
     """Any order of the rejected branches, and a branch reported twice, give the same content."""
     result = crowded(run)
@@ -698,7 +690,6 @@ def test_another_end_of_texts_is_named(engine: Engine, tmp_path: Path) -> None:
     assert make_plan(engine, tasks.get("coin")(), 1).end is None, "our own tokenizer has one end"
 
 
-@pytest.mark.slow
 def test_probabilities_do_not_depend_on_the_rows_that_are_kept(engine: Engine, tmp_path: Path) -> None:
     """As many rows are read for probabilities as there are: not all of them, and not in order."""
 

@@ -138,7 +138,6 @@ def test_forks_and_rollbacks_keep_an_edited_state() -> None:
     assert torch.equal(before.activations[LATER], whole.activations[LATER])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, seed",
     [("qwen3-next", 1), ("mamba2", 2), pytest.param("falcon-h1", 3, marks=pytest.mark.slow)],
@@ -383,7 +382,6 @@ def test_requests_that_run_together_leave_one_another_what_they_need() -> None:
     assert not disturbed(2) and disturbed(1)
 
 
-@pytest.mark.slow
 def test_old_states_are_kept_at_growing_distances() -> None:
     subject = crowded("mamba2", 64)
     root, rooms = subject.prompt((TOKENS * 10)[: 16 * CHUNK]), subject.runner.cache.rooms

@@ -177,7 +177,6 @@ def test_every_column_belongs_to_one_rank(columns: int, ranks: int) -> None:
     assert torch.equal(torch.cat(pieces, -1).flatten(-2), weight)
 
 
-@pytest.mark.slow
 def test_a_divided_weight_can_be_read_as_a_whole(two: Ranks) -> None:
     model = digests.model_of(ModelConfig(**{**digests._DENSE, **digests._MORE["sinks and clamped experts"]}))
     split = over(two, model)

@@ -254,7 +254,6 @@ def test_a_row_alone_and_any_number_of_threads(name: str, monkeypatch: pytest.Mo
             assert same(case(slice(None)), together)
 
 
-@pytest.mark.slow
 def test_threads_have_memory_of_their_own() -> None:
     """In a process whose threads share one heap. numba frees an array after its last use, whatever holds its address: another
     thread had the memory then, and 2 of 5 products were wrong."""

@@ -75,7 +75,6 @@ def test_a_norm_that_sees_what_its_rows_are_views_of_is_found(sees_strides: bool
 # ---- recurrences ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_a_recurrence_whose_chunks_begin_with_the_pass_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels run once, and pass. Then their outputs are handed out again, wrong in some passes."""

@@ -90,7 +90,6 @@ def alone(i: int, sampling: Sampling) -> list[int]:
     return Engine(random_model(), cache_tokens=1024).prompt(PROMPTS[i]).generate(N, window=1, sampling=sampling).generated
 
 
-@pytest.mark.slow
 def test_windows_fill_on_the_device(wrong_drafts: None) -> None:
     """Windows of several sizes, ordinary and direct requests beside them. Every promised token is that of the request alone."""
     engine, bursts = made()
@@ -107,7 +106,6 @@ def test_windows_fill_on_the_device(wrong_drafts: None) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sites", [None, "S", "SZ"])
 def test_the_last_row_is_part_of_the_burst(sites: str | None) -> None:
     """With `final`, the last token's row is one more step, unless Z wants the token after it. Tokens, KV and rows are those of
@@ -137,7 +135,6 @@ def test_the_last_row_is_part_of_the_burst(sites: str | None) -> None:
     engine.check_integrity()
 
 
-@pytest.mark.slow
 def test_long_bursts_only_where_nobody_looks() -> None:
     """Requests that may end early, and streams, come back to the host after 16 steps."""
     for options, longest in [({}, 64), ({"stop_tokens": (0,)}, 16), ({"stop": ("never",)}, 16)]:
@@ -225,7 +222,6 @@ def test_rows_that_decode_join_the_pass_of_prompts(monkeypatch: pytest.MonkeyPat
     assert max(steps for _, steps, _ in bursts.calls) > 2, "bursts come back once no prompt waits"
 
 
-@pytest.mark.slow
 def test_a_draft_that_ends_the_sequence_ends_the_window(wrong_drafts: None) -> None:
     """Drafts after a stop token are dropped; a wrong stop token costs nothing."""
     ended = 0

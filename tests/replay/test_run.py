@@ -446,7 +446,6 @@ def test_chats_are_written_by_the_template(of_bytes: Engine, bytes_tokenizer: An
     assert [bytes_tokenizer.decode([t]) for t, v in zip(tokens, found, strict=True) if v] == list("2+2?")
 
 
-@pytest.mark.slow
 def test_a_chat_goes_wherever_a_prompt_goes(of_bytes: Engine) -> None:
     """Every verb computes for a chat what it computes for the tokens of its template."""
     chat, other = QUESTION, [{"role": "user", "content": "2+3?"}]

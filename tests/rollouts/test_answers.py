@@ -651,7 +651,6 @@ def test_waves_fit_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_rollouts(branch, N, AT_OF_BITS, HOT_OF_BITS, NEW, sites="S")[1] == 10_000 // (13 * 3 * 32 * 4) < wave
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_rows": 16}, {"page_size": 1}, {"page_size": 5, "max_rows": 20}])
 def test_other_engines(reference_of_bits: Rollouts, options: dict[str, int]) -> None:
     assert drawn_of_bits(path_of(engine(**options))).digest == reference_of_bits.digest

@@ -433,7 +433,6 @@ def test_a_folder_that_another_worker_starts_meanwhile(tmp_path: Path, monkeypat
     assert folder.WaveFolder.create(tmp_path, plan, 5).wave == 3
 
 
-@pytest.mark.slow
 def test_threads_share_a_folder(tmp_path: Path, reference: Rollouts) -> None:
     branch = path()
     with ThreadPoolExecutor(3) as pool:
@@ -485,7 +484,6 @@ def test_a_replay_of_rollouts(served: Engine) -> None:
         served.replay(found, labels={"x": [1] * 6})
 
 
-@pytest.mark.slow
 def test_one_dump_of_several_chains(served: Engine, tmp_path: Path) -> None:
     """Rows of all chains lie in one dump, with the number of their chain, and have the bits that were captured."""
     options = {"max_new": 6, "sites": "S", "keep": ["fork", "last"]}
@@ -542,7 +540,6 @@ def test_from_a_chain_to_a_dump(tmp_path: Path) -> None:
     assert other.exit_code == 2 and "PlanMismatch" in other.output
 
 
-@pytest.mark.slow
 def test_a_file_of_chains(tmp_path: Path) -> None:
     file = tmp_path / "chains.jsonl"
     tokens = Engine.load("coin-plain").tokens_of(PROMPT)
@@ -556,7 +553,6 @@ def test_a_file_of_chains(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "00001" / "plan.json").exists()
 
 
-@pytest.mark.slow
 def test_a_chat_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: Path) -> None:
     """Drawn after what the template writes; a tokenizer without one is named, and so is a file with something else."""
     file, out = tmp_path / "chat.json", tmp_path / "out"

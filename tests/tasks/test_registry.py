@@ -306,7 +306,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_replay_and_show(folder: Path) -> None:
     code, out, said = run("replay", "--task", f"{folder}/own_coin.py:OwnCoin", "--n", "2", "--quiet", "--json")
     assert code == 0 and json.loads(out)["accuracy"] == 1.0, said

@@ -504,7 +504,6 @@ def test_tested_texts_fit_at_trained_positions(task: str) -> None:
         assert max(sizes) <= most  # `chunked` also refuses longer ones
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("task", "chunk"), [("hops", 4), ("counts", 8)])
 def test_a_model_made_by_hand_thinks_where_the_text_does(task: str, chunk: int) -> None:
     (config,) = TINY_SHAPES.values()

@@ -118,7 +118,6 @@ def test_every_road_has_the_bits_of_one_row_at_a_time(subject: Subject, guess: G
     engine.check_integrity()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut", [(1, 16), *(pytest.param(cut, marks=pytest.mark.slow) for cut in ((4, 16), (16, 17), (1, 512)))]
 )
@@ -175,7 +174,6 @@ def test_what_is_generated_follows_from_prompt_and_states(fewer: Subject) -> Non
         assert not branch.activations["thinking.tokens"][len(path) :].ge(0).any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_past_leaves_the_bits_of_path_and_edits_alone(plain: Subject, seed: int) -> None:
     """Random forks, edits, extensions, answers and rollbacks: each branch equals a prompt on a fresh engine."""
@@ -229,7 +227,6 @@ def test_an_extended_prompt_is_the_whole_prompt(plain: Subject) -> None:
     assert plain.broken([root]) == []
 
 
-@pytest.mark.slow
 def test_preemption_leaves_no_mark(plain: Subject) -> None:
     """The cache holds one and a half prompts: pages are taken in the middle of rounds, and rows are recomputed."""
     for guess in GUESSES[1:]:

@@ -86,7 +86,6 @@ def test_it_learns(trained: Decoder) -> None:
     assert after < 0.8 * before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stop", swept([1, 5, 6, 12], 5))
 def test_a_resumed_run_gives_the_uninterrupted_bits(trained: Decoder, tmp_path: Path, stop: int) -> None:
     """Interrupted before the first save, on a save, between two saves, and after the last step."""
@@ -198,7 +197,6 @@ def test_no_held_out_text_is_trained_on() -> None:
         assert not prompts & {example.prompt for example in examples}
 
 
-@pytest.mark.slow
 def test_held_out_is_about_an_eighth() -> None:
     share = sum(map(trainer.is_held_out, PICTURE.of_length(6, 0).examples(2000))) / 2000
     assert 0.10 < share < 0.15
@@ -350,7 +348,6 @@ def test_command_interrupted_before_the_first_step(tmp_path: Path, monkeypatch: 
     assert result.exit_code == 130 and "--resume" not in result.stderr and not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 @pytest.mark.usefixtures("watched")
 def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +367,6 @@ def test_command_killed_in_scoring(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_same(zoo.load(tmp_path)[0], before)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_command")
 @pytest.mark.parametrize("more", [[], ["--resume"]])
 def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) -> None:
@@ -382,7 +378,6 @@ def test_command_does_not_train_over_a_model(tmp_path: Path, more: list[str]) ->
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_command", "watched")
 def test_command_leaves_files_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card of somebody else in the folder of an unfinished run is told before the next step; what a killed run left goes."""
@@ -507,7 +502,6 @@ def test_the_thought_loss_is_part_of_the_recipe() -> None:
         replace(TINY_OF_THINKING, thought_loss="words")
 
 
-@pytest.mark.slow
 def test_a_cut_text_goes_on_from_its_state() -> None:
     """Skipped chunks affect the loss only through their states."""
     recipe = replace(TINY_OF_THINKING, width=64, cut=True)
@@ -720,7 +714,6 @@ TINY_OF_VARIABLES = ThinkingRecipe(
 )
 
 
-@pytest.mark.slow
 def test_no_chunk_of_four_words_ends_two_operations() -> None:
     """A chunk has a thought of two words or none, so each operation can continue from the thoughts of all earlier ones."""
     table = trainer_of_thinking.texts_of(replace(TINY_OF_VARIABLES, longest=12), "cpu").table
@@ -730,7 +723,6 @@ def test_no_chunk_of_four_words_ends_two_operations() -> None:
     assert set(sizes.tolist()) == {0, 2}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["thinking", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("none", "cot"))])
 def test_the_command_of_variables(method: Method, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(thinking_zoo.RECIPES, "coin-thinking", TINY_OF_VARIABLES)

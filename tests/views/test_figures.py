@@ -158,7 +158,6 @@ def test_lens_shows_the_token_that_was_asked_about() -> None:
     assert "&#39; Paris&#39; is more likely" in asked._repr_html_() and "rank 48" in asked._repr_html_()
 
 
-@pytest.mark.slow
 def test_ranks_have_a_logarithmic_scale() -> None:
     """Rank 0, 10 and 48,000 are told apart."""
     (mesh,) = lens_result(" Paris").plot("rank").axes[0].collections
@@ -166,7 +165,6 @@ def test_ranks_have_a_logarithmic_scale() -> None:
     assert at[0] == 0 and at[-1] > 0.9 and min(np.diff(at)) > 0.1
 
 
-@pytest.mark.slow
 def test_lens_features_are_the_strongest() -> None:
     result, top = lens_result(), [["2", "4", "2", "1", "2", "2", "2"]]
     assert [list(line) for line in result.grid("features").words or ()] == top
@@ -205,7 +203,6 @@ def test_patches_are_centred_on_what_changes_nothing() -> None:
     assert torch.allclose(result.effect["S"], (result.raw["S"] - 2) / 2)
 
 
-@pytest.mark.slow
 def test_ablations() -> None:
     heads, neurons = ablate_result("head"), ablate_result("neuron")
     effect = heads.effect.mean(1).reshape(2, 2).numpy()
@@ -221,7 +218,6 @@ def test_ablations() -> None:
     assert np.allclose(ends, frame[["low", "high"]])
 
 
-@pytest.mark.slow
 def test_steering_shows_effect_and_perplexity() -> None:
     left, right = steer_result().plot().axes
     for line in left.lines:
@@ -259,7 +255,6 @@ def test_attention_view_holds_every_weight() -> None:
     )
 
 
-@pytest.mark.slow
 def test_routing() -> None:
     result = routing_result()
     made = result.plot()

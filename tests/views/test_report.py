@@ -97,7 +97,6 @@ def test_the_table_says_what_the_run_said(html: str, run: Run) -> None:
         assert rejected == len({(other.fork_position, tuple(other.tokens)) for other in result.rejected})
 
 
-@pytest.mark.slow
 def test_a_dumped_tree_is_the_live_tree(run: Run, dump: Dump) -> None:
     """Log-probs, entropies and lens values read from the files equal the live ones. Labels are added."""
     decode = lambda token: word(run.engine.text, token)  # noqa: E731
@@ -354,7 +353,6 @@ def test_findings_come_first_and_the_certificate_last(page: str, swept: Report) 
     assert_harmless(page, 2 + page.count('class="rl-block"'))
 
 
-@pytest.mark.slow
 def test_the_first_sentence_needs_no_knowledge(page: str, bare: str, swept: Report) -> None:
     """The best cell in words, or, where nothing is shown, that it is not; without probes, what the page is about."""
     first = lambda html: re.search(r'<p class="rl-first">([^<]*)</p>', html)[1]  # type: ignore[index]  # noqa: E731
@@ -426,7 +424,6 @@ def test_probes_alone_open_with_their_findings(swept: Report) -> None:
 # ---- how it was decoded --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_timelines_can_be_stepped_through_on_the_page(run: Run, dump: Dump) -> None:
     told = run.most_telling()
     page = ReportPage(dump, decoded=(told,), trees=1).html()
@@ -444,7 +441,6 @@ def test_the_most_telling_example_has_accepted_and_rejected_drafts(run: Run) -> 
     assert any(0 < sum(check.accepted for check in frame.checks) < len(frame.checks) - 1 for frame in told.frames)
 
 
-@pytest.mark.slow
 def test_replay_writes_a_board(tmp_path: Path) -> None:
     file = tmp_path / "out.svg"
     told = call_of_opening(
@@ -510,7 +506,6 @@ def test_the_grid_starts_where_the_answer_does() -> None:
     assert alone is None and text is not None and len(text.columns) == 4, "a text without an answer is shown from its start"
 
 
-@pytest.mark.slow
 def test_averages_start_at_the_answer_and_their_scale_shows_the_inner_layers(coin: Dump) -> None:
     """Before the first block the lens is far off, and the output is exact: neither decides what the others look like."""
     (emitted, entropy, kl) = maps.averages(examples.examples(coin)).maps()

@@ -1070,7 +1070,6 @@ def test_the_first_line_of_a_page(count: int) -> None:
     assert "<title>mine</title>" in report.ReportPage(rollouts=(ROLLED,), title="mine").html()
 
 
-@pytest.mark.slow
 def test_a_summary_of_attention_names_layers_and_heads() -> None:
     made = attention_result().plot()
     for axis in made.axes[:4]:

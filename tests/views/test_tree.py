@@ -387,7 +387,6 @@ def test_frames_agree_with_the_engine(engine: Engine) -> None:
         branch.release()
 
 
-@pytest.mark.slow
 def test_a_trace_from_a_file_tells_the_same(run: Run, tmp_path: Path) -> None:
     run.engine.trace.save(tmp_path / "run.trace")
     trace = Trace.load(tmp_path / "run.trace")

@@ -176,7 +176,6 @@ def test_an_adapter_in_bfloat16_merges_in_float32(folders: tuple[Path, Path]) ->
     assert weights_hash(from_narrow) == weights_hash(load(base, adapter=adapter))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("target, changed", [("embed_tokens", "embed"), ("lm_head", "unembed.weight")])
 def test_of_a_tied_pair_only_the_adapted_one_changes(target: str, changed: str, tmp_path: Path) -> None:
     """As the adapter was trained: embedding and head have one weight, and a change of one is added to its output alone."""
@@ -190,7 +189,6 @@ def test_of_a_tied_pair_only_the_adapted_one_changes(target: str, changed: str, 
     torch.testing.assert_close(ours, adapted.eval()(tokens).logits[0, -1].detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_other_forms_of_an_adapted_model(tmp_path: Path) -> None:
     """One of several adapters is active; and transformers' own `load_adapter`."""
     adapted = trained(*KINDS["attention and MLP"], tmp_path / "base", tmp_path / "adapter")

@@ -63,7 +63,6 @@ def test_every_family_is_its_source(name: str, folder: Callable[[str], Path]) ->
         assert weights_hash(load(each, check=True)) == plain
 
 
-@pytest.mark.slow
 def test_a_gguf_file_is_its_source(tmp_path: Path) -> None:
     write_gguf(hugging_face("llama"), tmp_path / "tiny.gguf")
     assert weights_hash(load(tmp_path / "tiny.gguf", check=True)) == weights_hash(load(hugging_face("llama")))
@@ -166,7 +165,6 @@ def test_what_the_weights_do_not_show_is_found(plant: str) -> None:
     Engine.load(model, check=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_behind_a_bridge_too(dtype: torch.dtype) -> None:
     """A bridge converts inputs to its modules' dtypes: these must be the dtypes of the computation."""

@@ -153,7 +153,6 @@ def test_every_kind_is_dequantised_to_the_bits_of_gguf(kind: Kind, tmp_path: Pat
         assert torch.equal(ours["blocks.0.mlp.down.weight"], there("blk.0.ffn_down.weight").T.to(dtype))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_our_reader_and_that_of_transformers_agree(kind: Kind, tmp_path: Path) -> None:
     """Weights, and by `check` every layer's output."""
@@ -383,7 +382,6 @@ def test_keys_become_fields(architecture: str, keys: dict[str, Any], wanted: dic
         fields(architecture, **keys | {"feed_forward_length": [200, 200, 100]})
 
 
-@pytest.mark.slow
 def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     file = write(hugging_face("llama"), tmp_path / "x.gguf", "llama")

@@ -370,7 +370,6 @@ def test_answers_of_the_hub_are_named(server: type[_Hub], source: str, error: ty
         Engine.load(source)
 
 
-@pytest.mark.slow
 def test_weights_are_not_downloaded_in_vain(server: type[_Hub], models: Path, tmp_path: Path) -> None:
     """A family that is not supported, and a repository without safetensors, are refused before."""
     shutil.copytree(models / "gpt2", tmp_path / "rwkv")

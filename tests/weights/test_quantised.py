@@ -206,7 +206,6 @@ def test_serving_a_quantised_folder(tmp_path: Path) -> None:
     assert engine.prompt([1, 2, 3]).generate(4).certified
 
 
-@pytest.mark.slow
 def test_an_adapter_is_merged_into_the_values_of_its_base(tmp_path: Path) -> None:
     trained("llama", {"r": 4, "target_modules": ["q_proj", "down_proj"]}, tmp_path / "base", tmp_path / "adapter")
     plain = write(tmp_path / "quantised", *FORMATS["gptq"])

@@ -208,7 +208,6 @@ def test_bridge_is_the_live_model(name: str) -> None:
     assert_same(load(bridge(name)), load(hugging_face(name)))
 
 
-@pytest.mark.slow
 def test_bridge_with_processed_weights_is_refused() -> None:
     """With norms folded into products, the weights are another model's: they are refused."""
     processed = bridge.__wrapped__("gpt2")  # a separate bridge, since the test modifies it
@@ -291,7 +290,6 @@ def test_what_is_made_ahead_may_lie_in_two_places_in_turn() -> None:
     assert list(read(fingerprint._ahead(made()))) == list(range(50))
 
 
-@pytest.mark.slow
 def test_gguf_is_the_live_model(tmp_path: Path) -> None:
     """A GGUF file in float32 gives the bits of the model it was written from."""
     write_gguf(hugging_face("llama"), tmp_path / "tiny.gguf")

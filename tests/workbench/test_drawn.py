@@ -99,7 +99,6 @@ def test_the_embedding_does_not_set_the_colours_of_a_lens(served: Engine) -> Non
     assert panels(result.plot())[0].get_title() == "Logit lens: log-probability of ' tails'"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "ends"), [((2.0, 3.0), "neither"), ((0.0, 3.0), "min"), ((2.0, 9.0), "max"), ((0.0, 9.0), "both")]
 )
@@ -195,7 +194,6 @@ def test_attributed_heads_are_sums_over_positions(served: Engine) -> None:
         assert same(drawn, values.sum(1)) and not np.allclose(drawn, values.mean(1)) and -low == high == abs(drawn).max()
 
 
-@pytest.mark.slow
 def test_attributed_rows(served: Engine) -> None:
     """The stream that leaves the last block is above those that enter blocks. Each line of panels has its own scale."""
     found = attribution_patching(served, HEADS, TAILS, PAIR, "STC", compare=True)
@@ -255,7 +253,6 @@ def test_the_strongest_features_come_first(served: Engine, tmp_path: Path) -> No
 # Attention, routing and steering
 
 
-@pytest.mark.slow
 def test_attention_patterns_are_drawn_as_they_are(served: Engine) -> None:
     """Queries from top to bottom; the summary is the table's numbers, layers by heads."""
     result = attention(served, HEADS, layers=[1, 3])
@@ -288,7 +285,6 @@ def test_the_load_of_an_expert_is_the_sum_over_its_tokens() -> None:
     assert np.allclose(load["weight"], found["sum"], rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_routing_shows_the_heaviest_expert() -> None:
     mixture = MixtureConfig(6, 20, Routing(2), layers=(True, False, True))
     result = routing(Engine(random_model(num_layers=3, mixture=mixture)), [(5 * i * i + 2) % 61 for i in range(9)])
@@ -789,7 +785,6 @@ def test_the_table_names_the_largest_part_first() -> None:
     assert result.frame.iloc[0]["part"] == first.name and f"{result.total:.4g}" in repr(result)
 
 
-@pytest.mark.slow
 def test_figures_show_the_parts() -> None:
     by_layer = of_coin("layer")
     axis = by_layer.plot().axes[0]

@@ -354,7 +354,6 @@ def test_the_lens_is_the_unembedded_residual_stream() -> None:
     assert result.top[-1][-1][0] == " tails" and result.rank[-1, -1] == 0
 
 
-@pytest.mark.slow
 def test_the_lens_of_the_next_token_and_its_pictures() -> None:
     served = Engine.load("coin-plain")
     result = lens(served, COIN.format("heads"))
@@ -427,7 +426,6 @@ PAIRS = [FIRST, tuple(text.format(state) for text, state in zip(SECOND, ("tails"
 OWN = [(" tails", " heads"), (" heads", " tails")]
 
 
-@pytest.mark.slow
 def test_patches_of_several_pairs_are_means_with_intervals() -> None:
     served = Engine.load("coin-plain")
     pairs = [*PAIRS, FIRST[::-1]]
@@ -473,7 +471,6 @@ def test_pairs_with_different_lengths_are_averaged_from_their_ends() -> None:
         patch(served, [FIRST[0], "Zork"], [FIRST[1], "Zork"], metric=OWN)
 
 
-@pytest.mark.slow
 def test_heads_of_pairs_with_different_lengths_are_averaged() -> None:
     served, longer = Engine.load("coin-plain"), "A coin's state is {}. Bob flips. Alice flips. What's the state? A:"
     pairs = [FIRST, (longer.format("heads"), longer.format("tails"))]
@@ -500,7 +497,6 @@ def test_pairs_that_cannot_be_patched_are_named(clean: Any, corrupt: Any, metric
         patch(Engine.load("coin-plain"), clean, corrupt, metric=metric)
 
 
-@pytest.mark.slow
 def test_attributions_of_several_pairs_are_means_with_intervals() -> None:
     served = Engine.load("coin-plain")
     clean, corrupt = map(list, zip(*PAIRS, strict=True))

@@ -66,7 +66,6 @@ def test_it_is_the_mean_of_the_jacobians(shape: str) -> None:
     assert not fitted.bias.any()
 
 
-@pytest.mark.slow
 def test_nothing_passes_between_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with what keys and values do to later rows, the lens is another one."""
     engine = Engine(random_model(1, gain=4.0))

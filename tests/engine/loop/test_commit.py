@@ -509,7 +509,6 @@ def test_cancelled_requests_still_in_a_verify_batch() -> None:
     assert_canonical(stays)
 
 
-@pytest.mark.slow
 def test_preempted_requests_still_in_a_verify_batch() -> None:
     """A preempted request is in no pass until it has pages again, and is recomputed to the same bits."""
     subject = engine(cache_tokens=48)  # 12 pages; each request ends up needing 8

@@ -223,7 +223,6 @@ def fresh(small: Decoder, num_pages: int = 64) -> ModelDrafter:
     return ModelDrafter(Runner(small, num_pages, 4), VOCAB, str)
 
 
-@pytest.mark.slow
 def test_the_model_drafter_after_rollbacks_and_forks_of_branches(small: Decoder) -> None:
     """The same through the engine: on a rolled-back branch and on forks, it drafts what a fresh drafter does."""
     subject = subject_with(small)

@@ -223,7 +223,6 @@ def test_table_lists_what_a_pass_comes_by(name: str) -> None:
         assert sites.sites[site].layer == (int(site.split(".")[1]) if site.startswith("blocks.") else None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("names", [WIRINGS, pytest.param((*NAMES, *MORE), marks=pytest.mark.slow)], ids=["wirings", "all"])
 def test_sites_come_in_the_order_of_a_pass(names: tuple[str, ...]) -> None:
     """As a tap sees them in an engine's pass: norms before or after a rotation, latents, gates, mixers next to attention."""

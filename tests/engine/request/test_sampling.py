@@ -151,7 +151,6 @@ def test_a_draw_that_bounds_the_noise_is_the_plain_one(monkeypatch: pytest.Monke
     assert all(cpu_noise.draw(scores, seed, 3) == drawn_plainly(scores, seed, 3) for scores in odd for seed in range(9))
 
 
-@pytest.mark.slow
 @given(data=st.data())
 def test_near_ties_may_swap_ranks_without_changing_the_draw(data: st.DataObject) -> None:
     """Only the winner's margin matters: swaps among other tokens change nothing."""

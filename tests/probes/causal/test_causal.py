@@ -58,7 +58,6 @@ def test_steering_flips_the_answer(engine: Engine, coin_dump: Dump, probe: Linea
     assert line(report, "steer: probe minus untrained probe")["low"] > 0
 
 
-@pytest.mark.slow
 def test_the_same_report_twice(engine: Engine, coin_dump: Dump, probe: LinearProbe, fresh: list[Example]) -> None:
     one, other = (
         json.dumps(steer(engine, probe, fresh[:8], untrained=placebo_probes(coin_dump, probe, 2), placebos=2).to_json())
@@ -102,7 +101,6 @@ def test_a_probe_is_one_line(probe: LinearProbe) -> None:
     assert len(shown) < 160 and "face at S3 (blocks.3.hook_in), query: heads, tails; mass-mean" in shown
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kept", ["dump", "run"])
 def test_layers_that_are_not_there(engine: Engine, coin_dump: Dump, kept: str) -> None:
     """The message lists the available layers. No command accepts negative layers."""
@@ -139,7 +137,6 @@ def test_ablation_and_refit(engine: Engine, probe: LinearProbe, fresh: list[Exam
     assert any("refit at the last layer, after" in said for said in report.findings)
 
 
-@pytest.mark.slow
 def test_interchange(engine: Engine, probe: LinearProbe, fresh: list[Example]) -> None:
     """Exchanging the component along the direction changes the answer; exchanging the whole row always does."""
     report = interchange(engine, probe, fresh, placebos=2)

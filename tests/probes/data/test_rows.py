@@ -255,7 +255,6 @@ def test_folds_do_not_depend_on_the_rows(rows: ProbeRows) -> None:
     assert fold != dict(zip(roots, splits.fold_of_groups(roots, 5, seed=1), strict=True))
 
 
-@pytest.mark.slow
 def test_parts_and_shifts(engine: Engine) -> None:
     """Two dumps joined: fitted on one wording, tested on the other, and every root is on its task's own side."""
     made = {}
@@ -406,7 +405,6 @@ def test_groups_join_roots_that_share_a_row() -> None:
     assert found[0] == min(rows.roots[:6]), "named after its first root, whatever the order"
 
 
-@pytest.mark.slow
 def test_shared_beginnings_are_left_out(coin: ProbeRows) -> None:
     """All prompts begin with one word, which makes one group. Without it there are enough, and the report says so."""
     here = groups.independent(coin)
@@ -536,7 +534,6 @@ def arrays(x: np.ndarray, label: np.ndarray, group: np.ndarray) -> ProbeRows:
     return ProbeRows.of_arrays(x, label, group)
 
 
-@pytest.mark.slow
 def test_documents_of_unequal_length() -> None:
     """Sequences of unequal length are cut to those of four others before they are exchanged, and a note counts the rows that
     are left out. Where that leaves out most of them, a t test finds the label."""
@@ -726,7 +723,6 @@ def test_rows_of_a_task_know_places_too() -> None:
     assert len(rows.at("-1:0")) == 0 and rows.at("-1:").accepted().frame["since_query"].min() == 0
 
 
-@pytest.mark.slow
 def test_the_report_of_texts(dump: Dump, tmp_path: Path) -> None:
     page = ReportPage(dump).html()
     assert "60 texts, SHA-256" in page and "example 3, " not in page
@@ -772,7 +768,6 @@ def test_columns_of_a_dump(coin_dump: Dump, tmp_path: Path) -> None:
     assert made.about.digest != rows.about.digest != "" and made.about.digest.startswith(rows.about.digest)
 
 
-@pytest.mark.slow
 def test_a_sweep_over_features(coin_dump: Dump, tmp_path: Path) -> None:
     """Features of random directions keep enough of the stream that a probe finds the coin's face in them."""
     rows = with_features(ProbeRows.of(coin_dump), load(tmp_path, "blocks.3.hook_resid_post"))

@@ -290,7 +290,6 @@ def test_same_call_same_bits() -> None:
     assert torch.equal(first.weight, second.weight) and torch.equal(first.bias, second.bias)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 600, 40), (2, 60, 200)], ids=["tall", "wide"])
 def test_threads_change_no_bit(shape: tuple[int, int, int]) -> None:
     """Logistic probes and their scores have the same bits with one thread and with several."""
@@ -410,7 +409,6 @@ def rare(share: float, effect: float, seed: int = 0) -> tuple[np.ndarray, np.nda
 # ---- erasers ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [None, LogisticRegression()], ids=["ridge", "logistic"])
 def test_nullspace_projection_erases_a_rare_class(estimator: LogisticRegression | None) -> None:
     """With 95 : 5 labels no classifier beats the majority, yet the label is readable. It is erased all the same."""
@@ -666,7 +664,6 @@ def inside(rows: ProbeRows, labels: list[str], chance: float, seed: int) -> list
     return [chance in each for each in ratio_over_groups(right, np.ones(len(rows)), rows.roots, folds=5)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds, fewest, most", [(16, 13, 16), pytest.param(100, 90, 99, marks=pytest.mark.slow)])
 def test_known_zeros_sit_at_chance(seeds: int, fewest: int, most: int) -> None:
     """In about 95 of 100 seeds the 95 % interval contains 1/2, the exact accuracy of guessing, for each of two labels."""

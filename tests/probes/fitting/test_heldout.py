@@ -232,7 +232,6 @@ def test_sweep_and_probe_take_them() -> None:
     assert np.mean(probe.predict(rows.matrix("S", 1)) == rows.target("face").values) > 0.95
 
 
-@pytest.mark.slow
 def test_refitted_permutations_take_them() -> None:
     """A permutation test gives them their groups."""
     rows = rows_of(roots=30)
@@ -309,7 +308,6 @@ def streamed(cuts: list[int], rows: torch.Tensor = X_OF_STREAMING, values: np.nd
     return stream.moments()
 
 
-@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 300), max_size=6))
 def test_pieces_do_not_move_a_bit(cuts: list[int]) -> None:

@@ -158,7 +158,6 @@ def test_step_down_by_hand() -> None:
         assert (found >= alone).all() and (np.diff(found[np.argsort(-scaled[:, 0], kind="stable")]) >= 0).all()
 
 
-@pytest.mark.slow
 def test_any_draw_may_be_the_observed_one() -> None:
     """Each of 200 draws in turn as the observed one: of equally likely draws, at most 5 % show any unit."""
     generator = np.random.default_rng(0)
@@ -209,7 +208,6 @@ def test_few_rollouts_seldom_seem_far(pair: tuple[float, float]) -> None:
         assert float((np.outer(*chances) * (np.abs(x - y) / n - 0.3 > stats.norm.ppf(level) * spread)).sum()) > 0.015
 
 
-@pytest.mark.slow
 def test_the_error_of_a_family_of_forking_tokens() -> None:
     """40 tokens with two alternatives each, all just at the threshold, 30 rollouts: by all tables, not by drawing some."""
     n, level = 30, 1 - 0.05 / 80
@@ -326,7 +324,6 @@ def test_change_points_of_fork(fork_path: Path) -> None:
     assert not change_points(before).shown, "negative control: until the target, nothing changes"
 
 
-@pytest.mark.slow
 def test_outcome_probe_on_a_real_model() -> None:
     """Rollouts drawn from the exact distribution at each step: the third layer of coin-plain tells of it, its embedding and
     the text as a bag do not."""
@@ -616,7 +613,6 @@ def lengths(seed: int) -> Report:
     return outcome_probe({"S": state}, np.stack([heads, 12 - heads], 1), np.arange(40), tokens=tokens, estimator="logistic")
 
 
-@pytest.mark.slow
 def test_the_sentence_names_the_least_gain_of_the_table() -> None:
     """The verdict follows the lowest bound; where that is of another baseline, the sentence names this one as well."""
     apart = []

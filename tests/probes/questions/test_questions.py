@@ -169,7 +169,6 @@ def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
     assert len(rows.frame) == len(rows.matrix("S", 2))
 
 
-@pytest.mark.slow
 def test_forced_answers_are_judged_as_replayed_ones(engine: Engine) -> None:
     """A forced answer is correct if the replayed one would be, with or without a full stop, whatever follows."""
     examples = coin(flips=2).examples(4)
@@ -201,7 +200,6 @@ def test_outcomes(coin_dump: Dump) -> None:
         outcome_at_fork(other)
 
 
-@pytest.mark.slow
 def test_outcomes_are_those_of_accepted_rows(steps_dump: Dump) -> None:
     """Rejected drafts, which end at steps too, have no part in it."""
     rows = ProbeRows.of(steps_dump)
@@ -222,7 +220,6 @@ def test_judge(coin_dump: Dump) -> None:
     assert one["accuracy"] == three["accuracy"] and width(three) > 1.05 * width(one), "the best of three must lead by more"
 
 
-@pytest.mark.slow
 def test_joined_parts_are_judged_apart(coin_dump: Dump) -> None:
     """Parts have examples of the same numbers. The row before a draft token is that of its own part."""
     whole = ProbeRows.of(coin_dump)
@@ -283,7 +280,6 @@ def test_steering_reach(engine: Engine, coin_dump: Dump, monkeypatch: pytest.Mon
         steering_reach(engine, coin_dump, seen, "face", layers=[3])
 
 
-@pytest.mark.slow
 def test_reports_are_saved(transfers: dict[str, Report], report_folder: Any) -> None:
     transfers["face"].save(report_folder)
     assert {path.name for path in report_folder.iterdir()} == {"report.json", "summary.txt", "table.csv", "transfer.png"}
@@ -437,7 +433,6 @@ def test_erasers_keep_the_mean(name: str) -> None:
         assert np.linalg.matrix_rank(moved, tol=1e-6) == eraser.rank
 
 
-@pytest.mark.slow
 def test_rows_that_begin_a_prompt_are_left_out(engine: Engine, coin_dump: Dump) -> None:
     """A prompt that is among the rows, and one that only shares its first step with them."""
     rows = ProbeRows.of(coin_dump).accepted().at("step:1")
@@ -506,7 +501,6 @@ def test_prompts_that_begin_alike_are_one_group(engine: Engine) -> None:
     assert once < 90 and {line["rows"] for line in report.lines} == {line["groups"] for line in report.lines} == {once}
 
 
-@pytest.mark.slow
 def test_one_activation_in_two_tasks(coin_dump: Dump) -> None:
     """Parts with the same rows have nothing to transfer: each row is in one part only, once."""
     rows = ProbeRows.of(coin_dump)

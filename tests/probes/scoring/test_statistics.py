@@ -146,7 +146,6 @@ def test_differences_are_widened_for_folds_too() -> None:
     assert wide.high - wide.low == pytest.approx(np.sqrt(1.625) * (alone.high - alone.low))
 
 
-@pytest.mark.slow
 def test_the_best_of_many_differences() -> None:
     """Twenty null differences: single intervals often miss 0 somewhere, simultaneous ones in one of twenty simulations."""
     roots = np.arange(40).astype(str)
@@ -371,7 +370,6 @@ def test_no_interval_has_width_zero() -> None:
         assert (several.low, several.high) == pytest.approx((found.low, found.high))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("groups, truth", [(10, 0.985), (20, 0.9), (20, 0.985), (50, 0.985)])
 def test_areas_cover_the_truth(groups: int, truth: float) -> None:
     """Three rows per group that share most of their score; the standard error of a coverage of 95 % is 1.8 %."""
@@ -386,7 +384,6 @@ def test_areas_cover_the_truth(groups: int, truth: float) -> None:
     assert np.mean([each.high - each.low for each in found]) < 2.5 / np.sqrt(groups), "not by being endless"
 
 
-@pytest.mark.slow
 def test_gains_cover_zero() -> None:
     """Three scores as good as the baseline: in 95 of 100 simulations no interval lies beyond zero."""
     generator, held = np.random.default_rng(2), 0
@@ -398,7 +395,6 @@ def test_gains_cover_zero() -> None:
     assert held >= 54
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("classes, share, per_group", [(2, 0.97, 1), (2, 0.5, 3), (8, 0.125, 1), (8, 0.9, 3)])
 def test_balanced_accuracy_covers_the_truth(classes: int, share: float, per_group: int) -> None:
     """Twenty groups whose rows have one class and mostly stand or fall together; classes of unequal size."""
@@ -645,7 +641,6 @@ def test_the_line_of_a_sweep_is_widened(monkeypatch: pytest.MonkeyPatch) -> None
     assert widths[1] > 1.5 * widths[0]
 
 
-@pytest.mark.slow
 def test_intervals_of_few_groups_cover() -> None:
     """Twelve groups with one label each, ridge by plain numpy: the interval holds the mean score in 92 % or more."""
     found, plain = [], []

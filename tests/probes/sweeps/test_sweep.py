@@ -81,7 +81,6 @@ def test_same_report_twice(coin_dump: Dump, tmp_path: Path) -> None:
     assert not one.table.equals(other.table), "another seed gives another report"
 
 
-@pytest.mark.slow
 def test_resumed_sweep_is_the_same(coin_dump: Dump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted sweep resumes from its finished parts without recomputing them, and gives the same bytes."""
     settings = RIDGE | {"positions": ["query", "query-1"], "permutations": 0}
@@ -314,7 +313,6 @@ def test_ray_backend_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert body(spread) == body(plain)
 
 
-@pytest.mark.slow
 def test_numbers_are_regressed_on() -> None:
     """A number planted in the rows has r2 near 1 there and near 0 in noise. Classifiers refuse it."""
     rows = rows_of()
@@ -331,7 +329,6 @@ def test_numbers_are_regressed_on() -> None:
         cross_validate(rows.matrix("S", 1), value, rows.roots, estimator="ridge", metric="auroc")
 
 
-@pytest.mark.slow
 def test_length_generalisation(coin_dump: Dump) -> None:
     """Fitted on short prompts and tested on longer ones: there is one fold, and the sizes match."""
     table = sweep(coin_dump, "face", split="length:3", **RIDGE).table.query("label == 'face'")
@@ -537,7 +534,6 @@ def test_controls_of_joined_rows(coin_dump: Dump) -> None:
         assert np.array_equal(both.matrix("S", 2), np.tile(rows.at("query").matrix("S", 2), (2, 1)))
 
 
-@pytest.mark.slow
 def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
     """An action, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
     report = sweep(coin_dump, "last_action", **(RIDGE | {"positions": "step", "layers": [0]}))
@@ -754,7 +750,6 @@ def words(seed: int = 1, effect: float = 3.0) -> tuple[ProbeRows, np.ndarray]:
     return ProbeRows.of_arrays(X, {"label": word % 2, "own": generator.integers(2, size=240)}, np.arange(240), **how), word
 
 
-@pytest.mark.slow
 def test_a_label_that_the_control_task_reads_as_well_is_readable() -> None:
     """The row's own coin is in the rows, but so are the words: a random class per word is read better still."""
     rows, word = words()
