@@ -8,9 +8,10 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -72,7 +73,7 @@ def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(tree, slice):
         return slice(*(mapped(x, leaf) for x in (tree.start, tree.stop, tree.step)))
     if isinstance(tree, tuple | list):
-        return tuple(mapped(x, leaf) for x in tree)
+        return type(tree)(mapped(x, leaf) for x in tree)
     if isinstance(tree, Heads | Recurrence):
         return replace(tree, **{field.name: mapped(getattr(tree, field.name), leaf) for field in fields(tree)})
     return leaf(tree)
@@ -100,7 +101,13 @@ class Recorder(TorchFunctionMode):
 
     def number(self, x: Tensor) -> int:
         """Of a result."""
+        if id(x) not in self._numbers:
+            raise UnsupportedModel("The wiring of this model cannot be followed: its result comes from no site.")
         return self._numbers[id(x)]
+
+    def begins_with(self, site: str) -> bool:
+        """Whether a site is the first step."""
+        return bool(self.steps) and self.steps[0].kind == "site" and self.steps[0].site == site
 
     def ops(self, ops: Any) -> "RecordedOps":
         """Ops that do as these, and write it down."""
@@ -111,9 +118,15 @@ class Recorder(TorchFunctionMode):
         return RecordedTap(self, tap)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
         name = func.__name__ if func.__name__ != "__get__" else func.__self__.__name__
-        if _changes(name) and id(args[0]) in self._numbers:
+        name = str(func) if isinstance(func, torch._ops.OperatorBase | torch._ops.OpOverloadPacket) else name
+        given = [x for x in leaves((args, tuple((kwargs or {}).values()))) if isinstance(x, Tensor)]
+        numbered = any(id(x) in self._numbers for x in given)
+        if numbered and name in _LEAVES and any(x.is_floating_point() for x in given):
+            raise UnsupportedModel(f"The wiring of this model takes numbers out of the pass, by {name}. Compute with torch.")
+        before = list(map(_version, given))
+        found = func(*args, **(kwargs or {}))
+        if numbered and (name == "__set__" or list(map(_version, given)) != before):
             raise UnsupportedModel(f"The wiring of this model changes a value in place, by {name}. Make a new one instead.")
         self.keep(f"torch.{name}", args, kwargs or {}, found)
         return found
@@ -137,6 +150,7 @@ class Recorder(TorchFunctionMode):
         if not outs or all(id(x) in self._numbers for x in outs):
             return
         if kind == "site" and id(args[0]) not in self._numbers:
+            self._known(kind, args[0])
             self._new(args[0])
         self._reads, known = False, partial(self._known, kind)
         given = mapped(tuple(args), known), {name: mapped(x, known) for name, x in options.items()}
@@ -161,13 +175,17 @@ class Recorder(TorchFunctionMode):
             return x
         raise UnsupportedModel(
             f"The wiring of this model cannot be followed: {kind} reads numbers that neither Ops nor torch made within the "
-            "pass. Compute them there, or use patching."
+            "pass. Compute them there, with constants as buffers of the module, or use patching."
         )
 
 
-def _changes(name: str) -> bool:
-    """Whether a function of torch changes its first argument."""
-    return name == "__setitem__" or (name.startswith("__i") and name != "__invert__") or (name[-1] == "_" and name[-2] != "_")
+_LEAVES = frozenset(("item", "tolist", "numpy", "data", "__float__", "__array__", "__complex__", "untyped_storage"))
+"""functions that give out numbers which nobody follows"""
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if x.is_inference() else x._version
 
 
 class RecordedOps:
@@ -231,9 +249,6 @@ class RecordedTap:
 
 # ---- program ---------------------------------------------------------------------------------------------------------
 
-ROWS = 97
-"""the rows of a program that is written down without a pass: no size of a model"""
-
 
 @dataclass(frozen=True, eq=False)
 class Program:
@@ -246,8 +261,10 @@ class Program:
     """sites within a step, which shows them, and the shapes of their rows"""
     names: Mapping[int, str]
     """of weights, tables and parts of the model, by address"""
+    rows: int
+    """of the sequence; no size of the model"""
     model: Decoder
-    """holds these"""
+    """holds the names"""
 
     @classmethod
     def of(cls, kind: type[Decoder], config: ModelConfig) -> "Program":
@@ -258,7 +275,9 @@ class Program:
             for name, weight in module._parameters.items():
                 if weight is not None:  # no memory, and on the device of the tables of positions
                     module._parameters[name] = nn.Parameter(_empty(weight.shape), requires_grad=False)
-        tokens, positions = (torch.arange(ROWS) % config.vocab_size for _ in range(2))
+        sizes = {size for weight in model.parameters() for size in weight.shape}
+        rows = next(n for n in count(97) if n not in sizes)
+        tokens, positions = (torch.arange(rows) % config.vocab_size for _ in range(2))
         recorder = Recorder(model, frozenset(table(config).sites), weights=True)
         ops, tap = recorder.ops(_Shapes()), recorder.tap(None)
         with torch.inference_mode(), recorder:
@@ -267,7 +286,7 @@ class Program:
         known = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
         names = {id(each): name for name, each in (*known, ("tokens", tokens), ("positions", positions))}
         shapes = {number: tuple(x.shape) for number, x in recorder.values.items()}
-        return cls(tuple(recorder.steps), shapes, recorder.inside, names, model)
+        return cls(tuple(recorder.steps), shapes, recorder.inside, names, rows, model)
 
     @property
     def sites(self) -> dict[str, tuple[int, ...]]:
@@ -284,7 +303,7 @@ class Program:
         return "\n".join(map(self._line, self.steps))
 
     def _line(self, step: Operation) -> str:
-        outs = ", ".join(f"%{number} [{', '.join(map(_size, self.shapes[number]))}]" for number in step.outs)
+        outs = ", ".join(f"%{number} [{', '.join(map(self._text, self.shapes[number]))}]" for number in step.outs)
         given = [*map(self._text, step.args), *(f"{name}={self._text(x)}" for name, x in step.options.items())]
         return f"{outs} = {step.kind}({', '.join(given)})"
 
@@ -293,18 +312,17 @@ class Program:
             return f"%{x.number}"
         if isinstance(x, Rotary):
             return self.names[id(x.table)]
+        if isinstance(x, Tensor | np.ndarray) and id(x) not in self.names:  # a constant of the wiring
+            held = np.ascontiguousarray(x)
+            return f"{held.dtype}{list(held.shape)} {hashlib.sha256(held.tobytes()).hexdigest()[:16]}"
         if isinstance(x, Tensor | nn.Module):
             return self.names[id(x)]
-        if isinstance(x, tuple):
+        if isinstance(x, tuple | list):
             return f"({', '.join(map(self._text, x))})"
         if isinstance(x, Heads | Recurrence):
             given = ((field.name, getattr(x, field.name)) for field in fields(x))
             return ", ".join(f"{name}={self._text(each)}" for name, each in given if each is not None)
-        return _size(x) if isinstance(x, int) else str(x)
-
-
-def _size(n: int) -> str:
-    return "rows" if n == ROWS else str(n)
+        return "rows" if type(x) is int and x == self.rows else str(x)
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

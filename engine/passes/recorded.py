@@ -56,10 +56,6 @@ class RecordedShape(NamedTuple):
     exact: bool
 
 
-class _Unrecordable(Exception):
-    """Something in a pass is no kernel. Passes like it run as ever, to the same bits."""
-
-
 class _Watch(TorchDispatchMode):
     """Sees the torch operations of a pass. Those that make tensors or views run; others are done by kernels."""
 
@@ -89,7 +85,7 @@ class _Watch(TorchDispatchMode):
         elif (kernel := _TASKS.get(function)) is not None and (out := kernel(*given, **(more or {}))) is not None:
             self.made.append(out)  # made here, where nobody watches
             return out
-        raise _Unrecordable(str(function))
+        raise NotImplementedError(str(function))
 
 
 def _made_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -193,7 +189,7 @@ class WorkList:
         arranged, self.arena = _arranged(others, self.given, self._starts, self.left)
         bases = [places + arranged, *([Extent(x.data_ptr(), x.nbytes)] for x in inputs)]
         if min(extent.first for each in bases for extent in each) < _NO_ADDRESS:
-            raise _Unrecordable("Addresses that could be numbers.")
+            raise NotImplementedError("Addresses that could be numbers.")
         self._patches = [_patch(self.given, each) for each in bases]
         self._latest: list[int | None] = [None] * len(bases)
         self._table: tuple[int, Ints] = 0, self.given
@@ -210,7 +206,7 @@ class WorkList:
             size = 4 * shape.numel()
             for number, (first, place) in enumerate(own.items()):
                 if place not in made or place.first != first or place.size != size or first in numbers:
-                    raise _Unrecordable("A site that is no tensor of its own.")
+                    raise NotImplementedError("A site that is no tensor of its own.")
                 numbers[first] = index, number
                 places.append(Extent(first, size, at + number * size))
             groups.append((at, len(own), size, shape))
@@ -333,7 +329,7 @@ class RecordedPasses:
                 own = {Extent.of(x) for x in (inputs[0], *watch.made)}
                 values = {site: x if Extent(x.data_ptr(), x.nbytes) in own else x.clone() for site, x in tap.values.items()}
             recording = WorkList(works, inputs, watch.made, residual, values)
-        except _Unrecordable as error:
+        except NotImplementedError as error:
             self.unrecordable[shape.sites, shape.exact] = str(error)
             return None
         truth = RanPass(residual, tap.values)

@@ -363,7 +363,6 @@ class Runner:
             logits = self._head(residual[rows], PassTap(frozenset())) if rows else none
         return PassResult(batch, residual, finite(logits, "logits"))
 
-    @torch.inference_mode()
     def whole(
         self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap, recorder: "Recorder | None" = None
     ) -> WholePass:
@@ -372,6 +371,10 @@ class Runner:
         recorder  writes down the steps from the first site to the last row's logits, to the same bits
         """
         self.weights.require_unchanged()
+        with torch.inference_mode(recorder is None), torch.no_grad():  # where tensors count their changes
+            return self._whole(tokens, edits, tap, recorder)
+
+    def _whole(self, tokens: list[int], edits: tuple[PlacedEdit, ...], tap: PassTap, recorder: "Recorder | None") -> WholePass:
         num_rows, pool = len(tokens), PagePool(-(-len(tokens) // _WHOLE_PAGE), _WHOLE_PAGE)
         pool.reserve(table := PageTable(), 0, num_rows)
         cache = self._cache(pool, kernels=self.kernels)

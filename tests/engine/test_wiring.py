@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import replaylens as rl
@@ -196,6 +197,10 @@ WRITTEN: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "one number for all": lambda x, ops: x[:, :1] * x,
     "dimensions by place": lambda x, ops: torch.cat([-b * a for a, b in [x.chunk(2, -1)] * 2], -1),
     "turned and stacked": lambda x, ops: torch.stack(x.unbind(1)[::-1], 1),
+    "differences and quotients": lambda x, ops: (1 - x) / (2 + x * x) - x / 4 - x.clone(),
+    "turned twice": lambda x, ops: (x.transpose(0, 1) * 0.5).transpose(-1, 0),
+    "whole numbers": lambda x, ops: (x * 10).to(torch.int64).to(torch.float32) * 0.1 + x * (x > 0),
+    "a mask that is filled": lambda x, ops: x * _mask(),
     "gathered twice": lambda x, ops: x.gather(1, torch.tensor([3, 3, 0, 9] * 8).expand(len(x), 32)),
 }
 
@@ -241,15 +246,39 @@ REFUSED_STEPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "a function without a rule": (lambda x, ops: x.cos(), "No gradient through torch.cos, which this model's wiring"),
     "an index of two tensors": (
         lambda x, ops: x[torch.arange(len(x)), torch.zeros(len(x)).long()][:, None] + x,
-        "several tensors",
+        "No gradient through torch.__getitem__, which",
     ),
     "a change in place": (lambda x, ops: x.add_(1.0), "changes a value in place, by add_"),
     "a row that is put": (lambda x, ops: _put(x), "changes a value in place, by __setitem__"),
+    "an activation in place": (lambda x, ops: F.relu(x * 1.0, inplace=True), "changes a value in place, by relu"),
+    "a result that is given": (lambda x, ops: torch.mul(x, x, out=-x), "changes a value in place, by mul"),
+    "zeros that are filled": (lambda x, ops: _filled(x), "changes a value in place, by __setitem__"),
+    "columns twice, by a list": (lambda x, ops: x[:, [0, 1] * 16], "through torch.__getitem__, which"),
+    "a sum of three": (lambda x, ops: x.add(2.0, x), "through torch.add, which"),
+    "a value that fills itself": (lambda x, ops: (y := x[0, 0]).masked_fill(torch.tensor(True), y) * x, "torch.masked_fill"),
+    "a number of Python": (lambda x, ops: x[0, 0].item() * x, "takes numbers out of the pass, by item"),
+    "an operation of another library": (lambda x, ops: torch.ops.aten.mul(x, x), "through torch.aten.mul, which"),
+    "numbers from outside": (lambda x, ops: x + _OUTSIDE, "neither Ops nor torch made within the pass"),
     "a factor of a sum": (lambda x, ops: x.add(x, alpha=2.0), "through torch.add with alpha, which"),
     "a bound that is a value": (lambda x, ops: x.clamp(min=x[:, :1]), "through torch.clamp with min, which"),
     "a value that is put": (lambda x, ops: x.masked_fill(x > 0, x[0, 0]), "through torch.masked_fill, which"),
-    "numbers of nobody": (lambda x, ops: x + torch.from_numpy(x.numpy() * 2), "neither Ops nor torch made within the pass"),
+    "numbers of nobody": (lambda x, ops: x + torch.from_numpy(x.numpy() * 2), "takes numbers out of the pass, by numpy"),
 }
+
+
+_OUTSIDE = torch.ones(32)
+
+
+def _mask() -> Tensor:
+    mask = torch.zeros(32)
+    mask[3:7] = 1.0
+    return mask
+
+
+def _filled(x: Tensor) -> Tensor:
+    y = torch.zeros(x.shape)
+    y[0] = x[0]
+    return y
 
 
 def _put(x: Tensor) -> Tensor:
@@ -264,6 +293,30 @@ def test_what_has_no_rule_is_refused_by_name(what: str, monkeypatch: pytest.Monk
     branch = Engine(written(what)).prompt(PATH)
     with pytest.raises(NoGradient, match=said):
         branch.gradients(PAIR, "S")
+
+
+@pytest.mark.parametrize("beside", [[], ["blocks.0.mlp.hook_out"], ["ln_final.hook_out"], ["blocks.0.hook_in"]])
+def test_what_else_is_asked_changes_nothing(beside: list[str]) -> None:
+    """Whether a step before the first asked site counts: the pattern of the first block has its gradient all the same."""
+    pattern = "blocks.0.attn.hook_pattern"
+    engine = Engine(random_decoder(CONFIG))
+    every = engine.prompt(PATH).gradients(PAIR, [pattern, *(s for s in engine.sites if s.endswith("hook_in"))])
+    found = engine.prompt(PATH).gradients(PAIR, [pattern, *beside])
+    assert found[pattern].any() and torch.equal(found[pattern], every[pattern])
+
+
+class _Blind(Decoder):
+    """It taps no site before its blocks."""
+
+    def embedding(self, tokens: Tensor, positions: Tensor, tap: Any = None) -> Tensor:
+        return super().embedding(tokens, positions, None)
+
+
+def test_a_wiring_that_does_not_begin_with_its_embedding_is_refused() -> None:
+    model = _Blind(CONFIG)
+    model.load_state_dict(random_decoder(CONFIG).state_dict())
+    with pytest.raises(NoGradient, match=r"does not begin with the site embed\.hook_out"):
+        Engine(model).prompt(PATH).gradients(PAIR, "S")
 
 
 def test_control_a_rule_that_leaves_something_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

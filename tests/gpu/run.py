@@ -92,7 +92,7 @@ def candidates() -> list[str]:
     """
 
     def names_it(file: Path) -> bool:
-        return file.exists() and any(word in file.read_text() for word in ("mark.gpu", "tests.devices"))
+        return file.exists() and any(word in file.read_text() for word in ("mark.gpu", "import DEVICES", "with_devices"))
 
     tests = ROOT / "tests"
     folders = {folder for folder in [tests, *tests.rglob("*")] if names_it(folder / "conftest.py")}

@@ -8,8 +8,10 @@ of the canonical kernels. So its gradients have the same bits in any batch, afte
 of a CPU have them on every machine. They are float32, whatever the dtype of the weights.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -73,12 +75,19 @@ class Backward:
         """What a step read, and the gradients of it. NoGradient if it has no rule, or its rule leaves something out."""
         if step.kind not in RULES or not step.options.keys() <= {"dim", "min", "max", "gated", "silu"}:
             raise self._refused(step)
-        found = [(x, g) for x, g in RULES[step.kind](self, step, *outs) if isinstance(x, Numbered)]
-        if step.kind.startswith("torch."):
-            numbers = {number for number in step.reads if self.recorder.values[number].is_floating_point()}
-            if numbers - {x.number for x, _ in found}:
-                raise self._refused(step)
+        if not step.kind.startswith("torch."):
+            return [(x, g) for x, g in RULES[step.kind](self, step, *outs) if self._flows(x)]
+        try:
+            found = [(x, g) for x, g in RULES[step.kind](self, step, *outs) if self._flows(x)]
+        except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form of it without a rule
+            raise self._refused(step) from error
+        if Counter(filter(self._flows, map(Numbered, step.reads))) != Counter(x for x, _ in found):
+            raise self._refused(step)
         return found
+
+    def _flows(self, x: Any) -> bool:
+        """Whether it has a gradient: floats that a step made, not whole numbers."""
+        return isinstance(x, Numbered) and self.recorder.values[x.number].is_floating_point()
 
     def _refused(self, step: Operation) -> NoGradient:
         given = f" with {', '.join(step.options)}" if step.options else ""
@@ -99,6 +108,13 @@ class Backward:
         return [(step.args[0], g)]
 
     # ---- places --------------------------------------------------------------------------------------------------------
+
+    def same(self, step: Operation, g: Tensor) -> Tensor:
+        """Of what only has another shape, or another precision: not of numbers that are read as others."""
+        before, after = (self.recorder.values[number].dtype for number in (step.args[0].number, step.outs[0]))
+        if before != after and step.kind != "torch.to":
+            raise self._refused(step)
+        return g.reshape(self(step.args[0]).shape)
 
     def parts(self, step: Operation, *outs: Tensor | None) -> Flowing:
         """Of split and chunk."""
@@ -123,10 +139,10 @@ class Backward:
         whole = torch.zeros_like(self(x))
         if isinstance(at, Tensor | Numbered):
             whole.index_put_((self(at),), g, accumulate=True)
-        elif isinstance(at, tuple) and any(isinstance(each, Tensor | Numbered) for each in at):
-            raise NoGradient("No gradient through an index of several tensors, as this model's wiring has. Use patching.")
+        elif all(isinstance(each, int | slice | EllipsisType | None) for each in (at if isinstance(at, tuple) else (at,))):
+            whole[at] = g  # every place is read once
         else:
-            whole[at] = g
+            raise self._refused(step)
         return [(x, whole)]
 
     def scattered(self, step: Operation, g: Tensor) -> Flowing:
@@ -136,7 +152,7 @@ class Backward:
     def gathered(self, step: Operation, g: Tensor) -> Flowing:
         x, dim, index = map(self, step.args)
         places = list(torch.ones_like(index).nonzero(as_tuple=True))
-        places[dim] = index.flatten()  # sums in one order, also on a GPU, where `scatter_add` has none
+        places[dim] = index.flatten()  # sums in one order, also on a GPU, where torch's own has none
         return [(step.args[0], torch.zeros_like(x).index_put_(tuple(places), g.flatten(), accumulate=True))]
 
     # ---- arithmetic ------------------------------------------------------------------------------------------------------
@@ -149,10 +165,21 @@ class Backward:
         return g.reshape(like.shape)
 
     def added(self, step: Operation, g: Tensor) -> Flowing:
-        return [(x, self.summed(g, self(x))) for x in step.args if isinstance(x, Numbered)]
+        x, y = step.args
+        return [(each, self.summed(g, self(each))) for each in (x, y) if isinstance(each, Numbered)]
+
+    def subtracted(self, step: Operation, g: Tensor) -> Flowing:
+        x, y = step.args if step.kind == "torch.sub" else step.args[::-1]
+        return [(each, self.summed(way, self(each))) for each, way in ((x, g), (y, -g)) if isinstance(each, Numbered)]
+
+    def divided(self, step: Operation, g: Tensor) -> Flowing:
+        a, b = map(self, step.args)
+        ways = (g / b, -g * a / (b * b) if isinstance(b, Tensor) else g)
+        return [(x, self.summed(way, self(x))) for x, way in zip(step.args, ways, strict=True) if isinstance(x, Numbered)]
 
     def product(self, step: Operation, g: Tensor) -> Flowing:
-        pairs = (step.args, step.args[::-1])
+        x, y = step.args
+        pairs = ((x, y), (y, x))
         return [(x, self.summed(g * self(other), self(x))) for x, other in pairs if isinstance(x, Numbered)]
 
     def norms(self, step: Operation, *outs: Tensor | None) -> Flowing:
@@ -254,11 +281,14 @@ def _torch(*names: str) -> tuple[str, ...]:
     return tuple(f"torch.{name}" for name in names)
 
 
-_SAME = _torch("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "to")
-_MOVED = _torch("split", "chunk", "unbind", "cat", "stack", "__getitem__", "add", "__radd__", "neg")
+_SAME = _torch("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "to")
+_MOVED = _torch(
+    "split", "chunk", "unbind", "cat", "stack", "__getitem__", "add", "__radd__", "sub", "__rsub__", "neg", "transpose"
+)
 RULES: dict[str, Callable[..., Flowing]] = {
     "site": Backward.site,
-    **dict.fromkeys(_SAME, one(lambda back, step, x, g: g.reshape(x.shape))),
+    **dict.fromkeys(_SAME, one(lambda back, step, x, g: back.same(step, g))),
+    "torch.transpose": one(lambda back, step, x, g: g.transpose(*step.args[1:])),
     **dict.fromkeys(_torch("split", "chunk"), Backward.parts),
     "torch.unbind": Backward.unbind,
     "torch.cat": Backward.cat,
@@ -266,11 +296,13 @@ RULES: dict[str, Callable[..., Flowing]] = {
     "torch.__getitem__": Backward.item,
     "torch.gather": Backward.gathered,
     "torch.scatter": Backward.scattered,
-    "torch.masked_fill": one(lambda back, step, x, g: g.masked_fill(back(step.args[1]), 0.0)),
+    "torch.masked_fill": one(lambda back, step, x, g: back.summed(g.masked_fill(back(step.args[1]), 0.0), x)),
     **dict.fromkeys(("add", "torch.add", "torch.__radd__"), Backward.added),
     **dict.fromkeys(("torch.mul", "torch.__rmul__"), Backward.product),
     "torch.neg": one(lambda back, step, x, g: -g),
-    "torch.clamp": one(lambda back, step, x, g: g * (back(Numbered(step.outs[0])) == x)),
+    **dict.fromkeys(("torch.sub", "torch.__rsub__"), Backward.subtracted),
+    **dict.fromkeys(("torch.div", "torch.__truediv__"), Backward.divided),
+    "torch.clamp": one(lambda back, step, x, g: back.summed(g * (back(Numbered(step.outs[0])) == x), x)),
     "linear": one(lambda back, step, x, g: back.products.linear(g, step.args[1])),
     "linear_add": lambda back, step, g: [(step.args[0], back.products.linear(g, step.args[1])), (step.args[2], g)],
     "unembed": one(lambda back, step, x, g: back.products.plain(g, back.products.weight(*back.model.head, turned=True))),
@@ -372,6 +404,10 @@ def _rounded(edit: PlacedEdit, dtype: torch.dtype) -> PlacedEdit:
 # `Tape`: the forward pass of one path, as its gradients need it.
 
 
+_ENTRY = "embed.hook_out"
+"""the first step: what came before is no part of the path's gradients"""
+
+
 @dataclass(frozen=True, eq=False)
 class Tape:
     """The values of one path's pass, to the bits of committed rows. Takes as much memory as a step of training."""
@@ -415,9 +451,11 @@ class Tape:
             raise NoGradient(f"No gradient through an edit of {fixed[0]}. Edit {rather} instead.")
         edits = tuple(known for edit in edits if (known := edit.on_path(tokens)) is not None)
         head = [site for site in asked if site in HEAD_SITES]
-        recorder = Recorder(runner.model, frozenset(head)) if backward else None
+        recorder = Recorder(runner.model, frozenset((*head, _ENTRY))) if backward else None
         try:
             forward = runner.whole(tokens, edits, PassTap(frozenset(asked) - frozenset(head)), recorder)
+            if recorder is not None and not recorder.begins_with(_ENTRY):
+                raise NoGradient(f"No gradient through a wiring that does not begin with the site {_ENTRY}. Tap it there.")
         except UnsupportedModel as error:
             raise NoGradient(str(error)) from None
         if head:

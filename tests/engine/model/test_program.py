@@ -13,7 +13,7 @@ from replaylens.cli import app
 from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model import program
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.model.program import ROWS, Operation, Program, Recorder
+from replaylens.engine.model.program import Operation, Program, Recorder
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.request.capture import PassTap
 from replaylens.gradients.backward import RULES
@@ -57,7 +57,7 @@ def test_it_is_the_pass_that_an_engine_computes(name: str) -> None:
     model = decoder(name)
     made, real, known = Program.of(type(model), model.config), recorded(model), Engine(model).sites
     sizes = {number: tuple(x.shape) for number, x in real.values.items()}
-    assert told(made.steps, made.shapes, ROWS) == told(real.steps, sizes, len(PATH))
+    assert told(made.steps, made.shapes, made.rows) == told(real.steps, sizes, len(PATH))
     assert made.sites == {site: known.sites[site].shape for site in known.sites}
     assert {step.kind for step in made.steps} - WITHOUT_GRADIENT <= set(RULES)
 
