@@ -280,7 +280,7 @@ class Program:
         tokens, positions = (torch.arange(rows) % config.vocab_size for _ in range(2))
         recorder = Recorder(model, frozenset(table(config).sites), weights=True)
         ops, tap = recorder.ops(_Shapes()), recorder.tap(None)
-        with torch.inference_mode(), recorder:
+        with torch.no_grad(), recorder:
             x = model.embedding(tokens, positions, tap)
             model.logits(model.run_blocks(x, positions, ops, tap, 0, config.num_layers), ops, tap)
         known = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
@@ -313,7 +313,7 @@ class Program:
         if isinstance(x, Rotary):
             return self.names[id(x.table)]
         if isinstance(x, Tensor | np.ndarray) and id(x) not in self.names:  # a constant of the wiring
-            held = np.ascontiguousarray(x)
+            held = np.ascontiguousarray(x if not isinstance(x, Tensor) or x.device.type == "cpu" else [*x.shape])
             return f"{held.dtype}{list(held.shape)} {hashlib.sha256(held.tobytes()).hexdigest()[:16]}"
         if isinstance(x, Tensor | nn.Module):
             return self.names[id(x)]

@@ -45,7 +45,7 @@ gradients.derivatives gradients.backward.Backward
 """
 """what is not enclosed: what runs within passes, what computes no floats, and the command line, which has no caller"""
 ENTRIES = """
-engine.model.decoder.Decoder.__init__ engine.model.decoder.Decoder.initialize tasks.coin.p_even
+engine.model.decoder.Decoder.__init__ engine.model.decoder.Decoder.initialize engine.model.program.Program.of tasks.coin.p_even
 engine.passes.lens.TunedLens engine.passes.lens.next_token engine.passes.lens.read engine.passes.lens.read_ranked
 engine.passes.lens.train engine.passes.lens.unembed_hash
 """

@@ -258,6 +258,7 @@ REFUSED_STEPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "a value that fills itself": (lambda x, ops: (y := x[0, 0]).masked_fill(torch.tensor(True), y) * x, "torch.masked_fill"),
     "a number of Python": (lambda x, ops: x[0, 0].item() * x, "takes numbers out of the pass, by item"),
     "an operation of another library": (lambda x, ops: torch.ops.aten.mul(x, x), "through torch.aten.mul, which"),
+    "complex numbers": (lambda x, ops: (x.to(torch.complex64) * 1j * 1j).to(x.dtype), "through torch.to, which"),
     "numbers from outside": (lambda x, ops: x + _OUTSIDE, "neither Ops nor torch made within the pass"),
     "a factor of a sum": (lambda x, ops: x.add(x, alpha=2.0), "through torch.add with alpha, which"),
     "a bound that is a value": (lambda x, ops: x.clamp(min=x[:, :1]), "through torch.clamp with min, which"),
@@ -303,6 +304,21 @@ def test_what_else_is_asked_changes_nothing(beside: list[str]) -> None:
     every = engine.prompt(PATH).gradients(PAIR, [pattern, *(s for s in engine.sites if s.endswith("hook_in"))])
     found = engine.prompt(PATH).gradients(PAIR, [pattern, *beside])
     assert found[pattern].any() and torch.equal(found[pattern], every[pattern])
+
+
+class _Short(LoopedBlock):
+    """It leaves out a site."""
+
+    def forward(self, x: Tensor, rotary: Any, ops: Any, tap: Any, rows: Any = None) -> Tensor:
+        return Block.forward(self, x, rotary, ops, None if tap is None else _Before(tap, self.out_site), rows)
+
+
+def test_a_site_that_the_wiring_does_not_pass_is_named() -> None:
+    model = looped(1)
+    for block in model.blocks:
+        block.__class__ = _Short
+    with pytest.raises(NoGradient, match=r"No gradient at blocks\.0\.hook_out, which this model's wiring does not pass"):
+        Engine(model).prompt(PATH).gradients(PAIR, ["blocks.0.hook_out", "blocks.1.hook_in"])
 
 
 class _Blind(Decoder):

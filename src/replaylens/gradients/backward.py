@@ -112,7 +112,7 @@ class Backward:
     def same(self, step: Operation, g: Tensor) -> Tensor:
         """Of what only has another shape, or another precision: not of numbers that are read as others."""
         before, after = (self.recorder.values[number].dtype for number in (step.args[0].number, step.outs[0]))
-        if before != after and step.kind != "torch.to":
+        if before != after and (step.kind != "torch.to" or after.is_complex or before.is_complex):
             raise self._refused(step)
         return g.reshape(self(step.args[0]).shape)
 
@@ -456,6 +456,8 @@ class Tape:
             forward = runner.whole(tokens, edits, PassTap(frozenset(asked) - frozenset(head)), recorder)
             if recorder is not None and not recorder.begins_with(_ENTRY):
                 raise NoGradient(f"No gradient through a wiring that does not begin with the site {_ENTRY}. Tap it there.")
+            if untold := [site for site in asked if site not in head and site not in forward.values]:
+                raise NoGradient(f"No gradient at {untold[0]}, which this model's wiring does not pass. Ask for another site.")
         except UnsupportedModel as error:
             raise NoGradient(str(error)) from None
         if head:
