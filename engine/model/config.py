@@ -396,6 +396,9 @@ class ModelConfig:
     factors: tuple[tuple[str, tuple[float, ...]], ...] = ()
     """factors that were multiplied into weights when they were loaded, by the fields of the source (Falcon-H1). Informative,
     as `family`"""
+    weights_of: tuple[int, ...] = ()
+    """per layer, the layer that holds its weights: itself, or an earlier one. (0, 1, 2, 1, 2, 1, 2, 7) goes three times through
+    two layers, between a first and a last one. Empty: each layer holds its own"""
 
     def __post_init__(self) -> None:
         for name in (
@@ -414,9 +417,12 @@ class ModelConfig:
             raise BadConfig(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}.")
         if self.rotary_dim % 2 or self.rotary_dim > self.d_head:
             raise BadConfig(f"rotary_dim {self.rotary_dim} must be even and at most d_head {self.d_head}.")
-        for name in ("windows", "rotary_layers", "parts"):
+        for name in ("windows", "rotary_layers", "parts", "weights_of"):
             if (given := getattr(self, name)) and len(given) != self.num_layers:
                 raise BadConfig(f"{name} has {len(given)} entries for {self.num_layers} layers.")
+        for layer, held in enumerate(self.weights_of):
+            if not (0 <= held <= layer and self.weights_of[held] == held):
+                raise BadConfig(f"weights_of says that layer {held} holds the weights of layer {layer}. Name layers up to it.")
         if self.mixture is not None and self.mixture.layers and len(self.mixture.layers) != self.num_layers:
             raise BadConfig(f"mixture.layers has {len(self.mixture.layers)} entries for {self.num_layers} layers.")
         if self.activation == "clamped_swiglu" and not self.gated_mlp:
@@ -481,6 +487,11 @@ class ModelConfig:
         before = self.mixer is not None and self.mixer.norms_before and self.has("mixer", layer)
         return self.pre_norms or before, self.post_norms and not before
 
+    @property
+    def holders(self) -> list[int]:
+        """The layers that hold weights."""
+        return sorted(set(self.weights_of)) if self.weights_of else list(range(self.num_layers))
+
     def layers_with(self, part: BlockPart) -> list[int]:
         return [layer for layer in range(self.num_layers) if self.has(part, layer)]
 
@@ -531,7 +542,7 @@ class ModelConfig:
             if isinstance(raw.get("mixer"), dict):
                 raw["mixer"] = MixerConfig(**raw["mixer"])
             raw["factors"] = tuple((name, tuple(each)) for name, each in raw.get("factors", ()))
-            raw = _with_tuples(raw, "windows", "rotary_layers", "slopes", "parts")
+            raw = _with_tuples(raw, "windows", "rotary_layers", "slopes", "parts", "weights_of")
             return cls(**raw)
         except (TypeError, KeyError) as e:
             raise BadConfig(f"The model config is incomplete or malformed: {e}.") from None
@@ -559,8 +570,10 @@ def _with_tuples(raw: dict[str, Any], *names: str) -> dict[str, Any]:
 # does not declare, as of a wiring that came later, is refused unless it has its default.
 
 
-_ANYWHERE = "num_layers d_model num_heads num_kv_heads d_head d_mlp vocab_size max_positions family revision adapter factors"
-"""sizes, and what arithmetic does not use"""
+_ANYWHERE = (
+    "num_layers d_model num_heads num_kv_heads d_head d_mlp vocab_size max_positions family revision adapter factors weights_of"
+)
+"""sizes, and what neither arithmetic nor wiring uses"""
 
 
 def handled(**kinds: str) -> frozenset[str]:

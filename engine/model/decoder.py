@@ -17,6 +17,7 @@ from replaylens.engine.model.layers import (
     Narrow,
     Norm,
     Packable,
+    Part,
     Rotary,
     refuse_change,
     rotary_table,
@@ -41,7 +42,7 @@ NORM_EPS = 1e-6
 """of the norms of latents, whatever the config says of the other norms"""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Part):
     """Latent attention up to its output product."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -124,7 +125,7 @@ class SharedExpert(nn.Module):
         return ops.linear(ops.linear_activate(x, self.up, self.kind, self.gated), self.down)
 
 
-class Mixture(nn.Module):
+class Mixture(Part):
     """Router, experts and shared expert: each row goes to a few experts, whose weighted outputs are added."""
 
     correction: Tensor | None
@@ -217,7 +218,7 @@ def normed(x: Tensor, norm: Norm, sites: NormSites, ops: RowOps, tap: Tap | None
     return tapped(tap, out_site, ops.norm(x, norm))
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Grouped-query attention up to its output product; q, k and v come from one product."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -298,7 +299,7 @@ def _qk_norm(config: ModelConfig, heads: int) -> Norm:
     return Norm(shape, config.qk_norm_kind, config.norm_eps, config.norm_bias and config.qk_norm_span == "head")
 
 
-class Mlp(nn.Module):
+class Mlp(Part):
     """Gated or plain MLP up to its output product; gate and up come from one product."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -327,7 +328,7 @@ class Mlp(nn.Module):
         return tapped(tap, self.post_site, post)
 
 
-class Block(nn.Module):
+class Block(Part):
     """One layer: the outputs of attention and MLP are added to the residual stream. A hybrid's layers may have a recurrent part
     (`mixer`) instead of an attention or next to it, or may lack a part."""
 
@@ -438,9 +439,11 @@ def scaled_logits(x: Tensor, config: ModelConfig, ops: RowOps) -> Tensor:
 
 
 class Decoder(Packable):
-    """Embedding, blocks, final norm, unembedding."""
+    """Embedding, blocks, final norm, unembedding. A decoder with other blocks is a subclass that names their class."""
 
     turned = ("embed",)
+    block: type[Block] = Block
+    """of the blocks"""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -454,7 +457,10 @@ class Decoder(Packable):
             if config.learned_positions
             else None
         )
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
+        for layer, held in enumerate(config.weights_of):
+            if held != layer:
+                self.blocks[layer].share(self.blocks[held])
         self.ln_final = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
         self.unembed = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self.unembed_bias = nn.Parameter(torch.empty(config.vocab_size, dtype=torch.float32)) if config.unembed_bias else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from replaylens.engine.errors import BadWeights
+from replaylens.engine.errors import BadConfig, BadWeights
 from replaylens.engine.model import modes
 from replaylens.engine.model.config import NormKind, Rope
 from replaylens.kernels.definition import logarithm, power, turn
@@ -247,6 +247,40 @@ class Norm(nn.Module):
     def by_head(self) -> bool:
         """Whether each head has its own weights."""
         return self.weight.dim() > 1
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+# What is made of the modules above, and has sites. Loops are layers of their own whose weights are those of an earlier one.
+
+
+class Part(nn.Module):
+    """A layer, or a part of one that has sites. Weights of another layer are held there alone, so that whatever looks through
+    a model (to pack, freeze, hash, save, train or count) finds them once; its own attributes lead to them."""
+
+    lender: "Part"
+    """who holds the weights, where that is another"""
+
+    def share(self, lender: "Part") -> None:
+        """Mutates: uses the weights and the modules without sites of a part of another layer. BadConfig if it has others.
+        Precondition: neither is packed; the lender holds its own."""
+        shapes = [[(name, x.shape) for name, x in part.named_parameters()] for part in (self, lender)]
+        if type(self) is not type(lender) or shapes[0] != shapes[1]:
+            raise BadConfig(f"A {type(self).__name__} cannot have the weights of another one: weights_of names unlike layers.")
+        self.__dict__["lender"] = lender  # no module of this one
+        for name, module in list(self._modules.items()):
+            if isinstance(module, Part):
+                module.share(getattr(lender, name))
+            else:
+                del self._modules[name]
+        for name in [name for name, x in self._parameters.items() if x is not None]:
+            del self._parameters[name]
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__
+        lender = held.get("lender")
+        if lender is not None and not any(name in held[kind] for kind in ("_modules", "_parameters", "_buffers")):
+            return getattr(lender, name)
+        return super().__getattr__(name)
 
 
 # ---- rotary ----------------------------------------------------------------------------------------------------------

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from replaylens.engine.model.config import MixerConfig, ModelConfig
-from replaylens.engine.model.layers import Conv, Linear, Norm, Rotary
+from replaylens.engine.model.layers import Conv, Linear, Norm, Part, Rotary
 from replaylens.engine.model.ops import Ops, Recurrence, Tap, tapped, wanted
 
 UNIT_EPS = 1e-6
 """of queries and keys of length 1"""
 
 
-class Mixer(nn.Module):
+class Mixer(Part):
     """A recurrent part up to its output product."""
 
     heads: int
