@@ -487,10 +487,14 @@ class ModelConfig:
         before = self.mixer is not None and self.mixer.norms_before and self.has("mixer", layer)
         return self.pre_norms or before, self.post_norms and not before
 
+    def holder(self, layer: int) -> int:
+        """The layer that holds the weights of `layer`."""
+        return self.weights_of[layer] if self.weights_of else layer
+
     @property
     def holders(self) -> list[int]:
         """The layers that hold weights."""
-        return sorted(set(self.weights_of)) if self.weights_of else list(range(self.num_layers))
+        return sorted({self.holder(layer) for layer in range(self.num_layers)})
 
     def layers_with(self, part: BlockPart) -> list[int]:
         return [layer for layer in range(self.num_layers) if self.has(part, layer)]

@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from replaylens.engine.errors import UnsupportedModel
 from replaylens.engine.model.config import ModelConfig, barred, without_barred
 from replaylens.engine.model.layers import (
     Experts,
@@ -467,8 +470,49 @@ class Decoder(Packable):
         ropes = [config.rope_of(layer) if config.rotates(layer) else None for layer in range(config.num_layers)]
         self._ropes = sorted({rope for rope in ropes if rope is not None}, key=repr)
         self._rope_index = [None if rope is None else self._ropes.index(rope) for rope in ropes]
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        """Mutates: makes the rotary tables."""
         for i, rope in enumerate(self._ropes):
-            self.register_buffer(f"rotary_{i}", rotary_table(rope, config.rotary_dim, config.max_positions), persistent=False)
+            table = rotary_table(rope, self.config.rotary_dim, self.config.max_positions)
+            self.register_buffer(f"rotary_{i}", table, persistent=False)
+
+    @classmethod
+    def hollow(cls, config: ModelConfig) -> "Decoder":
+        """A decoder without weights: they have shapes, and are on the device "meta"."""
+        with torch.device("meta"):
+            model = cls.__new__(cls)
+            unwrap(cls.__init__)(model, config)  # a call would leave the meta device, and take memory
+        return model
+
+    @property
+    def usual(self) -> bool:
+        """Whether its config says all of its wiring: no module is somebody else's."""
+        return all(type(module).__module__.startswith(("replaylens.", "torch.nn.")) for module in self.modules())
+
+    def hollowed(self) -> "Decoder":
+        """A copy without weights, with this wiring, whoever wrote it."""
+        if self.usual:
+            return Decoder.hollow(self.config)
+        known: dict[int, Any] = {id(self.config): self.config, id(self.stages): (), id(self._tables): {}}
+        for module in self.modules():
+            shapes = {name: None if x is None else x.shape for name, x in module._parameters.items()}
+            if isinstance(module, Packable):
+                shapes |= {name: torch.Size(module.stored_shape(name)) for name in module.panels}
+                known[id(module.panels)] = {}
+            known[id(module._parameters)] = {
+                name: None if shape is None else nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
+                for name, shape in shapes.items()
+            }
+        try:
+            model = deepcopy(self, known)
+        except (TypeError, RuntimeError) as e:
+            raise UnsupportedModel(
+                f"This model's wiring cannot be copied ({e}). Keep in its modules what copy.deepcopy takes."
+            ) from e
+        model._tabulate()
+        return model
 
     @property
     def dtype(self) -> torch.dtype:

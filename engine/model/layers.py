@@ -174,6 +174,11 @@ class Packable(nn.Module):
         held = self.panels.get(name)
         return tuple(held.shape) if held is not None else tuple(self.as_multiplied(name, getattr(self, name)).shape)
 
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a packed weight as the attribute has it."""
+        shape = self.shape_of(name)
+        return (*shape[:-2], shape[-1], shape[-2]) if name in self.turned else shape
+
     def as_multiplied(self, name: str, weight: Tensor) -> Tensor:
         """A weight as products take it: [..., inputs, outputs]"""
         return weight.mT if name in self.turned else weight

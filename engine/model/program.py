@@ -97,6 +97,7 @@ class Recorder(TorchFunctionMode):
         """buffers, and what is made of weights alone; by address, hence held"""
         self.inside: dict[str, tuple[int, ...]] = {}
         """sites that are shown within a step, and the shapes of their rows"""
+        self._passed: set[str] = set()
         self.quiet = self._reads = False
 
     def number(self, x: Tensor) -> int:
@@ -104,6 +105,15 @@ class Recorder(TorchFunctionMode):
         if id(x) not in self._numbers:
             raise UnsupportedModel("The wiring of this model cannot be followed: its result comes from no site.")
         return self._numbers[id(x)]
+
+    def passes(self, site: str) -> None:
+        """Mutates: a site is reached. UnsupportedModel if it was before: an edit there would be made twice."""
+        if site in self._passed:
+            raise UnsupportedModel(
+                f"The wiring of this model passes the site {site} twice. Give every round sites of its own, in a `Part` of a "
+                "layer of its own (`ModelConfig.weights_of`)."
+            )
+        self._passed.add(site)
 
     def begins_with(self, site: str) -> bool:
         """Whether a site is the first step."""
@@ -236,6 +246,7 @@ class RecordedTap:
         return site in self._recorder.sites or wanted(self._tap, site)
 
     def __call__(self, site: str, value: Tensor) -> Tensor:
+        self._recorder.passes(site)
         if self._recorder.quiet:
             self._recorder.inside[site] = tuple(value.shape[1:])
         shown: Tensor = self._recorder.run("site", self._shown, (value, site), {})
@@ -269,8 +280,17 @@ class Program:
     @classmethod
     def of(cls, kind: type[Decoder], config: ModelConfig) -> "Program":
         """Of a class of decoders. Nothing is computed."""
-        with torch.device("meta"):
-            model = kind(config)
+        return cls._recorded(kind.hollow(config))
+
+    @classmethod
+    def of_wiring(cls, model: Decoder) -> "Program":
+        """Of a decoder, whoever wrote it. Nothing is computed."""
+        return cls._recorded(model.hollowed())
+
+    @classmethod
+    def _recorded(cls, model: Decoder) -> "Program":
+        """Of a hollow model. Mutates it."""
+        config = model.config
         for module in model.modules():
             for name, weight in module._parameters.items():
                 if weight is not None:  # no memory, and on the device of the tables of positions

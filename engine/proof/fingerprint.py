@@ -16,6 +16,7 @@ import replaylens
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Packable
+from replaylens.engine.model.program import Program
 from replaylens.engine.records import Fingerprint
 
 T = TypeVar("T")
@@ -45,9 +46,11 @@ def config_digest(config: ModelConfig) -> str:
 
 
 def canonical_version(model: Decoder) -> str:
-    """The version of the arithmetic, with its canonical constants."""
+    """The version of the arithmetic, with its canonical constants. It covers the wiring of this package; the digest of another
+    one's program is added."""
     portable = model.device.type != "cuda" or model.dtype == torch.float32
-    return PORTABLE if portable else of_tensor_cores()
+    version = PORTABLE if portable else of_tensor_cores()
+    return version if model.usual else f"{version}:wiring {Program.of_wiring(model).digest}"
 
 
 def arithmetic_of(model: Decoder) -> str:

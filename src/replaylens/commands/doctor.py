@@ -62,7 +62,7 @@ def _print_program(name: str, dtype: str | None) -> None:
     from replaylens.engine.model.program import Program
 
     found = _load(name, "cpu", dtype)
-    made = Program.of(type(found), found.config)
+    made = Program.of_wiring(found)
     typer.echo(f"{made}\n{len(made.steps)} steps, digest {made.digest}")
 
 
@@ -140,7 +140,7 @@ def few_layers(config: ModelConfig) -> ModelConfig:
     for layer in range(config.num_layers):
         kinds.setdefault(tuple(each[layer] for each in lists if each), layer)
     windows, rotary, parts, experts = (tuple(each[layer] for layer in kinds.values()) if each else each for each in lists)
-    few = {"num_layers": len(kinds), "windows": windows, "rotary_layers": rotary, "parts": parts}
+    few = {"num_layers": len(kinds), "windows": windows, "rotary_layers": rotary, "parts": parts, "weights_of": ()}
     return replace(config, **few, mixture=None if mixture is None else replace(mixture, layers=experts))  # type: ignore[arg-type]
 
 

@@ -59,7 +59,7 @@ class ThinkingBlocks:
         if not model.config.tied_embeddings:  # the certificate covers only tables with the memory layout of the backbone's
             model.think_unembed.data = model.think_unembed.data.t().contiguous().t()
         self.pool = PagePool(TOGETHER + 1, self.config.chunk + self.config.compressed)
-        one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1], rotary_layers=())
+        one_layer = replace(model.config, num_layers=1, windows=model.config.windows[:1], rotary_layers=(), weights_of=())
         self.cache = KVCache(one_layer, self.pool, model.backbone.embed.dtype, runner.device)
         self._known: dict[Tokens, Tensor] = {}
         self._spare = PageTable()

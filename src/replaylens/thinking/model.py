@@ -158,7 +158,7 @@ class ThinkingDecoder(nn.Module):
         model = cls(backbone.config, thinking)
         with torch.no_grad():
             model.backbone.load_state_dict(backbone.state_dict())
-            model.think.load_state_dict(backbone.blocks[-1].state_dict())
+            model.think.load_state_dict(backbone.blocks[backbone.config.holder(-1)].state_dict())
             model.compress.load_state_dict(backbone.blocks[0].state_dict())
             model.think_norm.load_state_dict(backbone.ln_final.state_dict())
             model.think_unembed.copy_(backbone.unembedding)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from inspect import unwrap
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +63,7 @@ class _Comparison:
     and v; gate and up) are copies, which are two thirds of a Llama's blocks."""
 
     def __init__(self, config: ModelConfig, tokens: Tensor, theirs: Stages) -> None:
-        with torch.device("meta"):
-            self._model = Decoder.__new__(Decoder)
-            unwrap(Decoder.__init__)(self._model, config)  # a call would leave the meta device, and take memory
+        self._model = Decoder.hollow(config)
         self._parts, self._theirs = _our_parts(self._model, tokens), theirs
         self._entered: Tensor | None = None
         self._held: dict[str, Tensor] = {}

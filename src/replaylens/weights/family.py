@@ -229,8 +229,8 @@ class Family:
             final = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
         for end, like in final.named_parameters():
             out[f"ln_final.{end}"] = self._norm(names.final_norm, end, like, get)
-        for layer, block in enumerate(blocks):
-            begin = names.block.format(layer)
+        for number, layer in enumerate(config.holders):
+            block, begin = blocks[layer], names.block.format(number)
             for name, like in block.named_parameters():
                 part, _, end = name.rpartition(".")
                 module = block.get_submodule(part)
@@ -250,7 +250,7 @@ class Family:
                 out[f"blocks.{layer}.{name}"] = x.T if is_weight and names.transposed else x
 
     def unused(self, num_layers: int, unread: list[str]) -> list[str]:
-        """The names of tensors that were not read, and that the family does not leave out on purpose."""
+        """The names of tensors that were not read, and that the family does not leave out on purpose. num_layers: with any"""
         unread = [name for name in unread if not name.startswith(self.left_out)]
         if not self.later_layers:
             return unread

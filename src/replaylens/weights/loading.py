@@ -82,7 +82,7 @@ def from_hugging_face(
     config = replace(_with_its_head(config, family, source), adapter=adapter, revision=revision)
     filler = Filler(config, dtype, device, packed)
     _fill(family, config, source, filler)
-    extra = family.unused(config.num_layers, source.unread())
+    extra = family.unused(len(config.holders), source.unread())
     if extra := [name for name in extra if source.read(name).numel()]:  # a shared expert of width 0 holds nothing
         raise BadWeights(
             f"The checkpoint holds {len(extra)} tensors that a {config.family} model does not have, such as "
@@ -411,7 +411,7 @@ def load(
         )
     if isinstance(source, Decoder):
         require_unchecked(check, "a Decoder")
-        return build(source.config, dict(source.state_dict()), dtype, device, packed)
+        return build(source, dict(source.state_dict()), dtype, device, packed)
     if hasattr(source, "original_model"):  # a TransformerBridge keeps the Hugging Face model it wraps
         return _load_bridge(source, dtype, check, device, packed)
     if is_live(source):
@@ -467,13 +467,13 @@ def _is_config(content: bytes) -> bool:
 
 
 def build(
-    config: ModelConfig, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu", packed: bool | Divider = False
+    made: ModelConfig | Decoder, tensors: Tensors, dtype: torch.dtype, device: Where = "cpu", packed: bool | Divider = False
 ) -> Decoder:
-    """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault.
+    """A decoder with these tensors (our names), checked; BadWeights names the tensors at fault. made: as of `Filler`
 
     Mutates: takes each tensor out of `tensors` as it is copied, so that the weights are in memory only once.
     """
-    filler = Filler(config, dtype, device, packed)
+    filler = Filler(made, dtype, device, packed)
     for name in list(tensors):
         filler[name] = tensors.pop(name)
     return filler.finished()

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from inspect import unwrap
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest, BadWeights, MissingTensor, NotEnoughMemory
+from replaylens.engine.errors import BadRequest, BadWeights, MissingTensor, NotEnoughMemory, UnsupportedModel
 from replaylens.engine.machine import total_memory
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, LayerStage
@@ -194,14 +193,17 @@ def free_memory(device: torch.device) -> int:
 class Filler:
     """Copies each weight to its device, in its dtype, as it is set (`filler[name] = tensor`). The given one can be freed."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: Where = "cpu", packed: bool | Divider = False) -> None:
-        """device  several: layers are divided over them in proportion to their free memory; the rest is on the first
+    def __init__(
+        self, made: ModelConfig | Decoder, dtype: torch.dtype, device: Where = "cpu", packed: bool | Divider = False
+    ) -> None:
+        """made    the config, or a decoder with the wiring
+        device  several: layers are divided over them in proportion to their free memory; the rest is on the first
         packed  hold float32 weights as products read them, where they are packable; or give weights to a divider"""
-        with torch.device("meta"):
-            self.model = Decoder.__new__(Decoder)
-            unwrap(Decoder.__init__)(self.model, config)  # a call would leave the meta device, and take memory
+        self.model = made.hollowed() if isinstance(made, Decoder) else Decoder.hollow(made)
         self.dtype, self.device = dtype, device if isinstance(device, str) else device[0]
         if not isinstance(device, str):
+            if self.model.config.weights_of:
+                raise UnsupportedModel("Layers that share weights are not divided over devices. Give one device.")
             devices = [torch.device(each) for each in device]
             sizes = [sum(x.numel() for x in block.parameters()) for block in self.model.blocks]
             self.model.stages = divided(sizes, devices, [free_memory(each) for each in devices])
@@ -268,8 +270,9 @@ class Filler:
         self.model.load_state_dict(self._held, assign=True)
         for weight in self.model.held():
             weight.requires_grad_(False)
-        for name, table in self.model.named_buffers():
-            self.model.register_buffer(name, table.to(self.device), persistent=False)
+        for path, module in self.model.named_modules():
+            for name, table in module._buffers.items():
+                module._buffers[name] = None if table is None else table.to(self._place(f"{path}.{name}"))
         return_freed_memory()
         return self.model.eval()
 
