@@ -21,7 +21,7 @@ from replaylens.engine.model.config import Activation, ModelConfig, Routing, cho
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Experts, Linear, ReadOnly, Rotary
 from replaylens.engine.model.ops import AttentionSpec, Heads, Observer, Recurrence, Tap, wanted
-from replaylens.engine.model.sites import table
+from replaylens.engine.model.sites import layer_of, table
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
 
@@ -276,6 +276,8 @@ class Program:
     """of the sequence; no size of the model"""
     model: Decoder
     """holds the names"""
+    embedded: int
+    """the number of what leaves the embedding"""
 
     @classmethod
     def of(cls, kind: type[Decoder], config: ModelConfig) -> "Program":
@@ -302,16 +304,32 @@ class Program:
         ops, tap = recorder.ops(_Shapes()), recorder.tap(None)
         with torch.no_grad(), recorder:
             x = model.embedding(tokens, positions, tap)
+            embedded = recorder.number(x)
             model.logits(model.run_blocks(x, positions, ops, tap, 0, config.num_layers), ops, tap)
         known = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
         names = {id(each): name for name, each in (*known, ("tokens", tokens), ("positions", positions))}
         shapes = {number: tuple(x.shape) for number, x in recorder.values.items()}
-        return cls(tuple(recorder.steps), shapes, recorder.inside, names, rows, model)
+        return cls(tuple(recorder.steps), shapes, recorder.inside, names, rows, model, embedded)
 
     @property
     def sites(self) -> dict[str, tuple[int, ...]]:
         """Name -> the shape of one row; 0 for the number of keys."""
         return {step.site: self.shapes[step.outs[0]][1:] for step in self.steps if step.kind == "site"} | dict(self.inside)
+
+    @property
+    def entries(self) -> frozenset[int]:
+        """The layers where the state of a pass is the residual stream alone, so that a pass can begin there: what enters left
+        the layer before (or the embedding), and nothing else that was made before is read there or later."""
+        last = {number: i for i, step in enumerate(self.steps) for number in step.reads}
+        left, made, found = {-1: self.embedded}, set[int](), set[int]()
+        for i, step in enumerate(self.steps):
+            layer = layer_of(step.site) if step.kind == "site" else None
+            if layer is not None and step.site == f"blocks.{layer}.hook_in" and step.reads == [left.get(layer - 1)]:
+                found |= {layer} if {number for number in made if last.get(number, -1) >= i} <= set(step.reads) else set()
+            elif layer is not None and step.site == f"blocks.{layer}.hook_out":
+                left[layer] = step.outs[0]
+            made.update(step.outs)
+        return frozenset(found)
 
     @property
     def digest(self) -> str:

@@ -279,12 +279,6 @@ class SiteTable:
         """Every name that is not a site's own -> the site with its value."""
         return {**self.aliases, **self.same}
 
-    @cached_property
-    def twins(self) -> dict[str, str]:
-        """The residual stream between two blocks has two sites: what leaves one and what enters the next."""
-        pairs = [(f"blocks.{l}.hook_out", f"blocks.{l + 1}.hook_in") for l in range(self.config.num_layers - 1)]
-        return {a: b for one, other in pairs for a, b in ((one, other), (other, one))}
-
     def _read_instead(self, norm: str) -> str:
         """What attention or MLP reads in a model that lacks the norm."""
         if self.config.shared_norm:
@@ -458,6 +452,12 @@ def _is_letters(word: str) -> bool:
 def table(config: ModelConfig) -> SiteTable:
     """The sites of a decoder with this config."""
     return SiteTable(config)
+
+
+def twins(entries: Iterable[int]) -> dict[str, str]:
+    """The residual stream between two blocks has two sites: what leaves one and what enters the next. entries: the next ones"""
+    pairs = [(f"blocks.{layer - 1}.hook_out", f"blocks.{layer}.hook_in") for layer in entries if layer]
+    return {a: b for one, other in pairs for a, b in ((one, other), (other, one))}
 
 
 def layer_of(site: str) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadEdit
+from replaylens.engine.errors import BadEdit, UnsupportedModel
 from replaylens.engine.memory.cache import KVCache, PlacedCache
 from replaylens.engine.memory.pages import PagePool, PageTable
 from replaylens.engine.model import modes, sites
@@ -257,6 +257,19 @@ class Runner:
         assert isinstance(self.cache, KVCache)
         return self.cache
 
+    @cached_property
+    def entries(self) -> frozenset[int]:
+        """The layers where the state of a pass is the residual stream that left the layer before, so that a pass may begin with
+        it. Somebody else's wiring may carry more from block to block; of one that cannot be followed, there are none."""
+        if self.model.usual:
+            return frozenset(range(self.model.config.num_layers))
+        from replaylens.engine.model.program import Program
+
+        try:
+            return Program.of_wiring(self.model).entries
+        except UnsupportedModel:
+            return frozenset()
+
     def _cache(self, pool: PagePool, canary: bool = False, kernels: bool = False, state_tokens: int | None = None) -> AnyCache:
         """An empty cache; the keys and values of a layer are on its device."""
         make = partial(KVCache, self.model.config, pool, self.model.dtype)
@@ -273,9 +286,9 @@ class Runner:
 
     @cached_property
     def recorded(self) -> "RecordedPasses | None":
-        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, or since a
-        recurrent layer's lists of pieces differ from pass to pass."""
-        if self.kernels or self.device != "cpu" or self.model.stages or self.elsewhere is not None:
+        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, since they
+        need more than what enters, or since a recurrent layer's lists of pieces differ from pass to pass."""
+        if self.kernels or self.device != "cpu" or self.model.stages or self.elsewhere is not None or 0 not in self.entries:
             return None
         if any(self.model.config.has("mixer", layer) for layer in range(self.model.config.num_layers)):
             return None
@@ -397,7 +410,8 @@ class Runner:
     def resumed(
         self, segments: list[Segment], entering: Tensor | None, layer: int, tap: Tap | None = None, ends: Sequence[int] = ()
     ) -> PassResult:
-        """The canonical pass from block `layer` on, without logits. Mutates the cache at the segments' rows.
+        """The canonical pass from block `layer` on, without logits. Mutates the cache at the segments' rows. Precondition: the
+        layer is one of `entries`, or nothing enters.
 
         entering  the segments' rows of the residual stream that enters the block: [rows, d_model]; None: from the tokens
         ends      the packed rows whose residual stream is the result, in order. What else follows the last attention is left

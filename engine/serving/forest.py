@@ -45,7 +45,7 @@ class Forest:
         self.runner, self.tree, self.prefix, self.loop, self.trace = runner, tree, prefix, loop, trace
         self.lock = lock
         self.aliases = sites.table(runner.model.config).names
-        self._twins = sites.table(runner.model.config).twins
+        self._twins = sites.twins(runner.entries)
         self._thread = threading.local()
         if trace is not None:  # the loop builds no events that nobody reads
             loop.listeners.append(_weakly(WeakMethod(self._listen)))

@@ -136,7 +136,8 @@ class Variants:
         start = min([len(self.path), *(edit.first for edit in own)])
         layer = min((-1 if (found := layer_of(edit.site)) is None else found for edit in own), default=0)
         edited = {edit.site for edit in self.edits}
-        while layer >= 0 and self.streams[layer] in edited:  # the base's rows there have its edit, which the pass makes again
+        entries = self.runner.entries  # and the base's rows of an edited stream have its edit, which the pass makes again
+        while layer >= 0 and (layer not in entries or self.streams[layer] in edited):
             layer -= 1
         return EditedCopy(number, self.edits + own, start, layer)
 

@@ -7,6 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see the names themselves
+    from replaylens.engine.model.config import ModelConfig as ModelConfig
+    from replaylens.engine.model.decoder import Block as Block
+    from replaylens.engine.model.decoder import Decoder as Decoder
+    from replaylens.engine.model.layers import Part as Part
+    from replaylens.engine.model.ops import tapped as tapped
     from replaylens.extend.checks import BrokenPromise as BrokenPromise
     from replaylens.extend.checks import check as check
     from replaylens.extend.checks import names as names
@@ -26,13 +31,17 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.weights.family import Family as Family
 
 _WHERE = {
+    "Block": "engine.model.decoder",
     "BrokenPromise": "extend.checks",
+    "Decoder": "engine.model.decoder",
     "ESTIMATORS": "probes.registry",
     "Estimator": "probes.registry",
     "Event": "tasks.reading",
     "FAMILIES": "weights.families",
     "Family": "weights.family",
     "Knobs": "tasks.task",
+    "ModelConfig": "engine.model.config",
+    "Part": "engine.model.layers",
     "Scene": "tasks.reading",
     "Story": "tasks.task",
     "Task": "tasks.task",
@@ -42,6 +51,7 @@ _WHERE = {
     "knob": "tasks.task",
     "names": "extend.checks",
     "register": "tasks.registry",
+    "tapped": "engine.model.ops",
     "vocabulary_of": "tasks.tokenizer",
 }
 __all__ = list(_WHERE)

@@ -437,7 +437,13 @@ def save(model: Decoder, folder: Path) -> None:
 
 
 def files_of(model: Decoder) -> dict[str, bytes]:
-    """The files of our own checkpoint, by name: the config first, and the weights last."""
+    """The files of our own checkpoint, by name: the config first, and the weights last. UnsupportedModel if they would not tell
+    what it computes."""
+    if not model.usual:
+        raise UnsupportedModel(
+            f"A checkpoint holds config and weights, and not the wiring of {type(model).__name__}, which is somebody else's. "
+            "Save model.state_dict(), and give Engine.load the decoder."
+        )
     weights = safetensors_of({name: x.contiguous() for name, x in model.state_dict().items()})
     return {CONFIG_FILE: f"{model.config.to_json()}\n".encode(), WEIGHTS_FILE: weights}
 

@@ -1,7 +1,14 @@
-"""The steps of a pass as data: those of the pass that an engine computes, of every family, and told by nobody twice."""
+"""The steps of a pass as data: those of the pass that an engine computes, of every family, and told by nobody twice.
 
+python -m tests.engine.model.test_program [--same-bits]    writes the digests of all families into tests/programs.json: once the
+version of the arithmetic is raised, or if no bit has moved
+"""
+
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +23,13 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.program import Operation, Program, Recorder
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.request.capture import PassTap
+from replaylens.engine.proof.fingerprint import PORTABLE, of_tensor_cores
 from replaylens.gradients.backward import RULES
 from tests.engine.reference import decoder
 from tests.engine.test_wiring import CONFIG, Looped, LoopedConfig
 from tests.families import MORE, NAMES
 
+PINNED = Path(__file__).parents[2] / "programs.json"
 PATH = [n * n % 61 for n in range(29)]
 """as long as no size of a model"""
 WITHOUT_GRADIENT = {"norm_parts", "choice_scores", "choose", "torch.lt", "torch.transpose", "torch.expand", "torch.t"}
@@ -60,6 +69,46 @@ def test_it_is_the_pass_that_an_engine_computes(name: str) -> None:
     assert told(made.steps, made.shapes, made.rows) == told(real.steps, sizes, len(PATH))
     assert made.sites == {site: known.sites[site].shape for site in known.sites}
     assert {step.kind for step in made.steps} - WITHOUT_GRADIENT <= set(RULES)
+    assert made.entries == frozenset(range(model.config.num_layers)), "the state between blocks is the stream alone"
+    assert made.digest == json.loads(PINNED.read_text())["programs"][name], (
+        "The wiring is another one, and the fingerprints of its models stay what they are. If a bit moves, raise PORTABLE and "
+        "CANONICAL_VERSION. Then: python -m tests.engine.model.test_program"
+    )
+
+
+def write(same_bits: bool) -> None:
+    """Mutates tests/programs.json. Wirings that are another one need another version of both arithmetics, or `same_bits`."""
+    versions, made = [PORTABLE, of_tensor_cores()], {n: Program.of_wiring(decoder(n)).digest for n in (*NAMES, *MORE)}
+    old = json.loads(PINNED.read_text()) if PINNED.exists() else {"arithmetic": versions, "programs": {}}
+    changed = [name for name, digest in old["programs"].items() if made.get(name, digest) != digest]
+    if changed and not same_bits and any(now == before for now, before in zip(versions, old["arithmetic"], strict=True)):
+        raise SystemExit(f"The wiring of {', '.join(changed)} is another one under the same version. Raise it, or --same-bits.")
+    PINNED.write_text(json.dumps({"arithmetic": versions, "programs": made}, indent=1) + "\n")
+
+
+def test_the_digests_are_of_this_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are not written anew under it."""
+    pinned = json.loads(PINNED.read_text())
+    assert pinned["arithmetic"] == [PORTABLE, of_tensor_cores()] and pinned["programs"].keys() == {*NAMES, *MORE}
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "PINNED", tmp_path / "programs.json")
+    monkeypatch.setattr(here, "NAMES", ("llama",))
+    monkeypatch.setattr(here, "MORE", ())
+    other = {**pinned, "programs": {"llama": "other"}}
+    for versions, same_bits, refused in (
+        (pinned["arithmetic"], False, True),
+        (pinned["arithmetic"], True, False),
+        (["portable-0", pinned["arithmetic"][1]], False, True),
+        (["portable-0", "cuda-0"], False, False),
+    ):
+        here.PINNED.write_text(json.dumps({**other, "arithmetic": versions}))
+        if refused:
+            with pytest.raises(SystemExit, match="The wiring of llama is another one under the same version"):
+                write(same_bits)
+        else:
+            write(same_bits)
+        kept = json.loads(here.PINNED.read_text())["programs"]["llama"]
+        assert kept == ("other" if refused else pinned["programs"]["llama"])
 
 
 def test_another_wiring_has_another_digest() -> None:
@@ -87,3 +136,7 @@ def test_what_it_cannot_follow_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def _unseen(self: Any, x: Any, linear: Any) -> Any:
     with torch._C.DisableTorchFunction():
         return self._ops.linear(x, linear)
+
+
+if __name__ == "__main__":
+    write("--same-bits" in sys.argv[1:])
