@@ -374,6 +374,10 @@ class Block(Part):
 
     def forward(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None = None) -> Tensor:
         """rows  the only rows to compute after attention; None: all. The tap must not want `late_sites` then"""
+        return tapped(tap, self.out_site, self.write(x, rotary, ops, tap, rows))
+
+    def write(self, x: Tensor, rotary: Rotary | None, ops: Ops, tap: Tap | None, rows: Tensor | None) -> Tensor:
+        """The stream with what all parts write to it."""
         x = tapped(tap, self.in_site, x)
         read = x if self.ln1 is None else normed(x, self.ln1, self.ln1_sites, ops, tap)
         wrote = [(part(read, rotary, ops, tap), part.o, sites) for part, sites in self.writers]
@@ -383,16 +387,14 @@ class Block(Part):
         for z, o, sites in wrote:
             middle = self._write(middle, z, o, self.ln1_post, sites, ops, tap)
         if self.mlp is None:
-            return tapped(tap, self.out_site, middle)
+            return middle
         if not self.parallel:
             middle = x = read = tapped(tap, self.middle_site, middle)
         if self.ln2 is not None:  # None: the MLP reads what attention reads, or the stream itself
             read = normed(x, self.ln2, self.ln2_sites, ops, tap)
         if isinstance(self.mlp, Mixture):
-            out = self._mix(middle, read, self.mlp, ops, tap)
-        else:
-            out = self._write(middle, self.mlp(read, ops, tap), self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
-        return tapped(tap, self.out_site, out)
+            return self._mix(middle, read, self.mlp, ops, tap)
+        return self._write(middle, self.mlp(read, ops, tap), self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
 
     def _mix(self, residual: Tensor, read: Tensor, mixture: Mixture, ops: RowOps, tap: Tap | None) -> Tensor:
         """The residual stream plus the output of the experts, in one step if nobody looks at it before."""

@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.model.config import ModelConfig as ModelConfig
     from replaylens.engine.model.decoder import Block as Block
     from replaylens.engine.model.decoder import Decoder as Decoder
+    from replaylens.engine.model.layers import Linear as Linear
+    from replaylens.engine.model.layers import Norm as Norm
     from replaylens.engine.model.layers import Part as Part
     from replaylens.engine.model.ops import tapped as tapped
     from replaylens.extend.checks import BrokenPromise as BrokenPromise
@@ -40,7 +42,9 @@ _WHERE = {
     "FAMILIES": "weights.families",
     "Family": "weights.family",
     "Knobs": "tasks.task",
+    "Linear": "engine.model.layers",
     "ModelConfig": "engine.model.config",
+    "Norm": "engine.model.layers",
     "Part": "engine.model.layers",
     "Scene": "tasks.reading",
     "Story": "tasks.task",

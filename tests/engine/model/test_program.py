@@ -22,8 +22,8 @@ from replaylens.engine.model import program
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.program import Operation, Program, Recorder
 from replaylens.engine.model.sites import layer_of
-from replaylens.engine.request.capture import PassTap
 from replaylens.engine.proof.fingerprint import PORTABLE, of_tensor_cores
+from replaylens.engine.request.capture import PassTap
 from replaylens.gradients.backward import RULES
 from tests.engine.reference import decoder
 from tests.engine.test_wiring import CONFIG, Looped, LoopedConfig
