@@ -242,7 +242,7 @@ GRADIENTS = (
     Mutant(
         "any-remainder-is-rounding",
         "replaylens.workbench.dla",
-        "if not abs(lost) <= read.bound():",
+        "if not abs(lost) <= walk.bound():",
         "if lost != lost:",
         "what parts of a logit difference miss is rounding, or the model is refused",
         ("tests/engine/test_wiring.py",),

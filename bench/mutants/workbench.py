@@ -2,7 +2,7 @@
 
 from bench.mutants.mutant import Mutant
 
-DRAWN, DLA = "tests/workbench/test_drawn.py", "tests/workbench/test_drawn.py"
+DRAWN, DLA, WIRING = "tests/workbench/test_drawn.py", "tests/workbench/test_drawn.py", "tests/engine/test_wiring.py"
 EDITS, MORE_EDITS = "tests/gradients/test_gradients.py", "tests/engine/request/test_edits.py"
 
 WORKBENCH = (
@@ -96,19 +96,51 @@ WORKBENCH = (
     ),
     Mutant(
         "attribution-without-the-final-weight",
-        "replaylens.workbench.dla",
-        "found = _wide(norm.weight) * direction /",
-        "found = direction /",
+        "replaylens.gradients.backward",
+        "self.through_norm(step, g * self(norm.weight))",
+        "self.through_norm(step, g)",
         "the weights of norms are part of a direct attribution",
         (f"{DLA}::test_parts_are_those_of_a_float64_reference",),
     ),
     Mutant(
         "attribution-without-centring",
-        "replaylens.workbench.dla",
-        'return found - found.mean() if norm.kind == "layer" else found, constant',
-        "return found, constant",
+        "replaylens.gradients.backward",
+        'if step.args[1].kind == "layer" else g\n        return centred',
+        "if False else g\n        return centred",
         "a LayerNorm subtracts the mean of each part",
         (f"{DLA}::test_parts_are_those_of_a_float64_reference",),
+    ),
+    Mutant(
+        "written-besides-left-out",
+        "replaylens.workbench.dla",
+        "if x.number not in self.stream:",
+        "if x.number not in self.stream and step.kind != 'torch.add':",
+        "what a wiring writes to the stream by torch alone is a part",
+        (f"{WIRING}::test_direct_attribution_follows_any_wiring",),
+    ),
+    Mutant(
+        "stream-through-whole-numbers",
+        "replaylens.workbench.dla",
+        "out for out in step.outs if self._flows(Numbered(out))",
+        "step.outs",
+        "numbers that were rounded to whole ones are none of the stream",
+        (f"{WIRING}::test_direct_attribution_follows_any_wiring",),
+    ),
+    Mutant(
+        "constants-of-the-stream-forgotten",
+        "replaylens.gradients.backward",
+        "            if not isinstance(each, Numbered):",
+        "            if False:",
+        "what a wiring adds to the stream and no step made is a part",
+        (f"{WIRING}::test_a_stream_that_is_normed_halved_and_put_together_is_followed",),
+    ),
+    Mutant(
+        "addresses-of-the-dead",
+        "replaylens.engine.model.program",
+        "            finalize(x, self._numbers.pop, id(x), None)\n",
+        "",
+        "where only last rows are kept, a tensor at the address of another one is not taken for it",
+        (f"{WIRING}::test_only_last_rows_are_kept",),
     ),
     Mutant(
         "embedding-of-a-chosen-cache-left-out",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -85,11 +86,14 @@ def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
 class Recorder(TorchFunctionMode):
     """Writes down the steps of what runs within it, on `ops` and `tap` of its own."""
 
-    def __init__(self, model: nn.Module, sites: frozenset[str] = frozenset(), weights: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, sites: frozenset[str] = frozenset(), weights: bool = False, last: bool = False
+    ) -> None:
         """sites  to be steps, besides those that the tap wants
-        weights  what is made of weights alone is a step, too"""
+        weights  what is made of weights alone is a step, too
+        last  of results, a copy of the last row is kept and nothing else"""
         super().__init__()
-        self.sites, self.weights, self.steps = sites, weights, list[Operation]()
+        self.sites, self.weights, self.last, self.steps = sites, weights, last, list[Operation]()
         self.values: dict[int, Tensor] = {}
         """all results, by number"""
         self._numbers: dict[int, int] = {}
@@ -170,8 +174,12 @@ class Recorder(TorchFunctionMode):
             self._fixed.update((id(x), x) for x in outs)
 
     def _new(self, x: Tensor) -> int:
-        number = self._numbers[id(x)] = len(self._numbers) + 1
+        number = self._numbers[id(x)] = len(self.values) + 1
         self.values[number] = x
+        if self.last:  # another tensor may have its address later
+            finalize(x, self._numbers.pop, id(x), None)
+            with torch._C.DisableTorchFunction():
+                self.values[number] = x[-1:].clone() if x.dim() else x.clone()
         return number
 
     def _known(self, kind: str, x: Any) -> Any:

@@ -1,9 +1,10 @@
 """What retraces a pass outside the decoder knows which wiring it knows: a model with another is refused by name.
 
 The other wiring is what somebody would add as `docs/extending.md` says: a field of the config, and a decoder that reads it. The
-engine runs it, and gradients follow, since they walk the steps of the pass; what splits logits or weights refuses.
+engine runs it, and gradients and direct attributions follow, since they walk the steps of a pass; what splits weights refuses.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -27,7 +28,10 @@ from replaylens.engine.model.config import (
     unhandled,
 )
 from replaylens.engine.model.decoder import Block, Decoder, Mlp
-from replaylens.engine.model.ops import tapped
+from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.model.ops import SequenceOps, tapped
+from replaylens.engine.model.program import Recorder
+from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.placing import place_all
 from replaylens.extras import ranks, replacement
 from replaylens.gradients import backward
@@ -42,7 +46,6 @@ OF_MIXERS = {"ModelConfig.latent", "ModelConfig.mixer", "ModelConfig.parts", "La
 REFUSED = {
     # module: the fields that it does not handle
     replacement: {f"ModelConfig.{name}" for name in ("sinks", "clip_qkv", "attn_gate")} | OF_MIXERS,
-    dla: set[str](),
     ranks: set[str](),
 }
 CONFIG = ModelConfig(**SHAPE)  # type: ignore[arg-type]
@@ -127,7 +130,7 @@ def test_what_is_not_declared_is_found_wherever_it_is() -> None:
     assert mixture is not None and unhandled(config, known) == []
     for warmth, found in ((0.0, []), (0.5, ["warmth=0.5"])):
         warmer = replace(config, mixture=replace(mixture, routing=Warmer(**vars(mixture.routing), warmth=warmth)))
-        assert unhandled(warmer, known) == found and unhandled(warmer, dla.HANDLED) == found
+        assert unhandled(warmer, known) == found and unhandled(warmer, ranks.HANDLED) == found
     assert unhandled(replace(config, sinks=True), known - {"ModelConfig.sinks"}) == ["sinks=True"]
     assert unhandled(config, known - {"ModelConfig.vocab_size"}) == ["vocab_size=61"], "without a default, nothing is neutral"
     assert unhandled(config, known - {"Routing.top"}) == ["top=2"] and unhandled(config, known - {"Latent.rank"}) == []
@@ -151,7 +154,6 @@ def test_the_engine_runs_it() -> None:
 def refusals(engine: Engine) -> dict[str, tuple[type[Exception], Callable[[], object]]]:
     return {
         "graph": (NoGradient, lambda: rl.attribution_graph(engine, PATH, [], PAIR)),
-        "dla": (UnsupportedModel, lambda: rl.dla(engine, PATH, PAIR)),
         "ranks": (UnsupportedModel, lambda: Engine.load(engine.model, ranks=2)),
         "ranks, once read": (UnsupportedModel, lambda: ranks.Ranks.take(None, engine.model)),  # type: ignore[arg-type]
     }
@@ -166,14 +168,6 @@ def test_what_does_not_know_it_refuses(what: str) -> None:
         replacement.needed_values(looped(1))
     elif "ranks" not in what:
         refusals(Engine(looped(1)))[what][1]()  # once through every MLP is what all of them know
-
-
-def test_control_without_the_declaration_they_are_refused_by_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is attributed to logits is checked against its sum all the same."""
-    monkeypatch.setattr(dla, "HANDLED", dla.HANDLED | {"LoopedConfig.loops"})
-    for told in (True, False):
-        with pytest.raises(UnsupportedModel, match=r"The parts of .* miss it by .* of .*, and rounding can explain"):
-            rl.dla(Engine(looped(3, told)), PATH, PAIR)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -268,6 +262,8 @@ REFUSED_STEPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
 
 
 _OUTSIDE = torch.ones(32)
+_SQUARE = Linear(32, 32, bias=False).requires_grad_(False)
+_SQUARE.weight.copy_(torch.eye(32))
 
 
 def _mask() -> Tensor:
@@ -343,14 +339,175 @@ def test_control_a_rule_that_leaves_something_out_is_found(monkeypatch: pytest.M
     assert max(difference(found[site], truth[site]) for site in found) > 1e-3
 
 
+# ---- direct attribution ----------------------------------------------------------------------------------------------
+
+LINEAR: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    **{what: WRITTEN[what] for what in ("a sum of both orders", "turned and stacked", "a mask that is filled")},
+    "differences and quotients": lambda x, ops: -1.25 * x,
+}
+"""what is written and linear in the stream: it belongs to the parts that wrote the stream"""
+
+
+def direct(model: Decoder, change: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """What each part adds, in float64: vectors that go forward through what is linear and the scale of the final norm.
+
+    change  what a block writes besides and is linear; what else it writes besides is a part of its own
+    """
+    model, rows = model.double(), dict[str, Tensor]()
+
+    class Last:
+        wants = staticmethod(lambda site: "pattern" not in site and "scores" not in site)
+
+        def __call__(self, site: str, value: Tensor) -> Tensor:
+            rows[site] = value[-1:]
+            return value
+
+    with torch.no_grad():
+        stream = model(torch.tensor(PATH), torch.arange(len(PATH)), SequenceOps([len(PATH)]), Last())[-1:]
+        parts = {"embedding": rows["embed.hook_out"]}
+        for layer in range(CONFIG.num_layers):
+            name = f"blocks.{layer}."
+            own = {"attention": rows[name + "attn.hook_out"], "MLP": rows[name + "mlp.hook_out"]}
+            parts |= {f"L{layer} {what}": row for what, row in own.items()}
+            middle = rows[name + "hook_in"] + sum(own.values())
+            parts = {what: row + change(row) for what, row in parts.items()}
+            besides = rows[name + "hook_out"] - middle - change(middle)
+            if besides.abs().max() > 1e-9:
+                parts[f"L{layer} besides"] = besides
+        scale = (stream.square().mean() + model.ln_final.eps).sqrt()
+        towards = (model.unembedding[PAIR[0]] - model.unembedding[PAIR[1]]) * model.ln_final.weight / scale
+        return {what: float(row @ towards) for what, row in parts.items()}
+
+
+@pytest.mark.parametrize("what", [name for name in MODELS if name != "turned twice"])
+def test_direct_attribution_follows_any_wiring(what: str) -> None:
+    """Each part against float64, and their sum; by head and by neuron, what is written besides stays whole."""
+    truth = direct(MODELS[what](), lambda x: LINEAR[what](x, None) if what in LINEAR else 0 * x)
+    for by in ("layer", "head", "neuron"):
+        found = rl.dla(Engine(MODELS[what]()), PATH, PAIR, by=by)  # type: ignore[arg-type]
+        sums: dict[str, float] = {"embedding": 0.0}
+        for part in found.parts:
+            kind = {"head": "attention", "neuron": "MLP", "other": "besides"}.get(part.kind, part.kind)
+            name = kind if part.layer is None else f"L{part.layer} {kind.removesuffix(' bias')}"
+            sums[name] = sums.get(name, 0.0) + part.value
+        assert {name: sums[name] for name in truth} == pytest.approx(truth, abs=1e-6)
+        assert set(sums) - set(truth) == {"final bias", "rounding"} and abs(sums["rounding"]) < 1e-6
+        assert math.fsum(part.value for part in found.parts) == pytest.approx(found.total, abs=1e-12)
+        assert len({part.name for part in found.parts}) == len(found.parts) and found.plot()
+
+
+class _Instead(_Written):
+    """What leaves the block is `written`, instead of being added."""
+
+    def forward(self, x: Tensor, rotary: Any, ops: Any, tap: Any, rows: Any = None) -> Tensor:
+        x = Block.forward(self, x, rotary, ops, None if tap is None else _Before(tap, self.out_site), rows)
+        return tapped(tap, self.out_site, self.written(x, ops))
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (lambda x, ops: x.clamp(-0.3, 0.3), "follow torch.clamp, which"),
+        (lambda x, ops: ops.linear(x, _SQUARE), "follow linear, which"),
+        (lambda x, ops: x * x, "follow torch.mul, which"),
+        (lambda x, ops: x[torch.arange(len(x))], "follow torch.__getitem__, which"),
+        (lambda x, ops: (x.transpose(0, 1) * 0.5).transpose(-1, 0), "follow torch.transpose, which"),
+        (lambda x, ops: torch.roll(x, 1, 0), "follow torch.roll, which"),
+        (lambda x, ops: x.add_(1.0), "changes a value in place, by add_"),
+        (lambda x, ops: x.expand(2, *x.shape)[1], "follow torch.expand, which"),
+    ],
+)
+def test_what_ends_the_stream_is_refused_by_name(function: Any, said: str) -> None:
+    """Also where only one block does so: the parts would be those after it, with all before it as one of them."""
+    model = written("one number for all")
+    model.blocks[0].__class__, model.blocks[0].written = _Instead, function
+    for by in ("layer", "head"):
+        with pytest.raises(UnsupportedModel, match=said):
+            rl.dla(Engine(model), PATH, PAIR, by=by)  # type: ignore[arg-type]
+
+
+def test_a_stream_that_is_normed_halved_and_put_together_is_followed() -> None:
+    """Norms of the stream itself are linear, once their scales are held, and their biases are parts."""
+    norm = Norm(CONFIG.d_model, "layer", 1e-5)
+    with torch.no_grad():
+        for weight in norm.parameters():
+            weight.normal_(1.0, 0.1, generator=torch.Generator().manual_seed(3))
+    model = written("one number for all")
+    model.blocks[1].__class__ = _Instead
+    model.blocks[1].written = lambda x, ops: torch.cat(
+        [part * (1.0 + n) - 0.25 for n, part in enumerate(ops.norm(x, norm).chunk(2, dim=-1))], dim=-1
+    )
+    model.blocks[1].extra = norm
+    found = rl.dla(Engine(model), PATH, PAIR)
+    assert abs(found.parts[-1].value) < 1e-6 and [part.name for part in found.parts if part.kind == "bias"] == [
+        "L1 bias",
+        "L1 bias (2)",
+        "L1 bias (3)",
+    ]
+
+
+def test_only_last_rows_are_kept() -> None:
+    """Of the results of a pass; and what is gone is not taken for what has its address now."""
+    engine, kept = Engine(looped(3)), []
+    for last in (False, True):
+        recorder = Recorder(engine.model, frozenset(engine.sites.sites), last=last)
+        whole = engine.runner.whole(PATH * 3, (), PassTap(frozenset()), recorder)
+        steps = [(step.kind, step.reads, step.outs) for step in recorder.steps]
+        kept.append((steps, recorder.number(whole.logits), {n: x[-1:] if x.dim() else x for n, x in recorder.values.items()}))
+    assert kept[0][:2] == kept[1][:2] and all(torch.equal(x, kept[1][2][n]) for n, x in kept[0][2].items())
+    assert sum(x.untyped_storage().nbytes() for x in kept[1][2].values()) < 40_000
+
+
+class _Again(Block):
+    """The MLP writes twice, at the same sites."""
+
+    def forward(self, x: Tensor, rotary: Any, ops: Any, tap: Any, rows: Any = None) -> Tensor:
+        x = super().forward(x, rotary, ops, None if tap is None else _Before(tap, self.out_site), rows)
+        assert isinstance(self.mlp, Mlp) and self.ln2 is not None
+        wrote = self.mlp(ops.norm(x, self.ln2), ops, None)
+        x = self._write(x, wrote, self.mlp.down, self.ln2_post, self.mlp_sites, ops, tap)
+        return tapped(tap, self.out_site, x)
+
+
+def test_what_writes_twice_is_two_parts() -> None:
+    model = looped(1)
+    for block in model.blocks:
+        block.__class__ = _Again
+    found = {by: rl.dla(Engine(model), PATH, PAIR, by=by) for by in ("layer", "neuron")}  # type: ignore[arg-type]
+    names = [part.name for part in found["layer"].parts]
+    assert names[1:7] == ["L0 attention", "L0 MLP", "L0 MLP (2)", "L1 attention", "L1 MLP", "L1 MLP (2)"]
+    neurons = [part for part in found["neuron"].parts if part.kind == "neuron"]
+    assert len({part.name for part in neurons}) == 4 * CONFIG.d_mlp
+    for i, name in enumerate(names[n] for n in (2, 3, 5, 6)):
+        own = math.fsum(part.value for part in neurons[i * CONFIG.d_mlp : (i + 1) * CONFIG.d_mlp])
+        assert own == pytest.approx(next(part.value for part in found["layer"].parts if part.name == name), abs=1e-6)
+    looped_twice = rl.dla(Engine(looped(2)), PATH, PAIR)
+    same = [(p.value, q.value) for p, q in zip(found["layer"].parts[:-1], looped_twice.parts[:-1], strict=True)]
+    assert all(a == pytest.approx(b, abs=1e-6) for a, b in same), "whether a site tells or not"
+
+
+def test_control_a_rule_that_leaves_something_out_is_refused_by_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is attributed to logits is checked against its sum all the same."""
+    monkeypatch.setitem(backward.HELD, "add", lambda back, step, g: [(step.args[0], g)])
+    with pytest.raises(UnsupportedModel, match=r"The parts of .* miss it by .* of .*, and rounding can explain"):
+        rl.dla(Engine(looped(1)), PATH, PAIR)
+
+
+def test_a_wiring_without_its_embedding_has_no_direct_attribution() -> None:
+    model = _Blind(CONFIG)
+    model.load_state_dict(random_decoder(CONFIG).state_dict())
+    with pytest.raises(UnsupportedModel, match=r"does not begin with the site embed\.hook_out"):
+        rl.dla(Engine(model), PATH, PAIR)
+
+
 # ---- rounding --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by", ["layer", "head", "neuron"])
 def test_the_bound_on_rounding_is_small(by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a wrong part does not pass for rounding; and far above what rounding does, so that no right one is refused."""
-    bounds, real = [], dla._Read.bound
-    monkeypatch.setattr(dla._Read, "bound", lambda self: bounds.append(real(self)) or bounds[-1])
+    bounds, real = [], dla._Writes.bound
+    monkeypatch.setattr(dla._Writes, "bound", lambda self: bounds.append(real(self)) or bounds[-1])
     found = rl.dla(Engine(random_decoder(CONFIG)), PATH, PAIR, by=by)
     lost = abs(found.parts[-1].value)
     assert lost < 0.1 * bounds[0] and bounds[0] < 1e-3 * sum(abs(part.value) for part in found.parts)

@@ -21,7 +21,7 @@ from replaylens.engine.errors import NoGradient, UnsupportedModel
 from replaylens.engine.model import modes
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import expert_products
-from replaylens.engine.model.program import Numbered, Operation, Recorder
+from replaylens.engine.model.program import Numbered, Operation, Recorder, leaves
 from replaylens.engine.model.sites import STATE
 from replaylens.engine.passes.batch import finite
 from replaylens.engine.passes.runner import Runner, WholePass
@@ -58,9 +58,9 @@ class Backward:
             self.edits.setdefault(edit.site, []).append(edit)
         self.found: dict[str, Tensor] = {}
 
-    def run(self, leaving: Tensor, g: Tensor) -> dict[str, Tensor]:
-        """The gradients at those asked sites that it reaches, from that of a result of the pass."""
-        held, left = {self.recorder.number(leaving): g}, set(self.asked)
+    def run(self, number: int, g: Tensor) -> dict[str, Tensor]:
+        """The gradients at those asked sites that it reaches, from that of a value of the pass."""
+        held, left = {number: g}, set(self.asked)
         for step in reversed(self.recorder.steps):
             outs = [held.pop(out, None) for out in step.outs]
             if any(each is not None for each in outs):
@@ -73,32 +73,37 @@ class Backward:
 
     def _through(self, step: Operation, outs: list[Tensor | None]) -> list[tuple[Numbered, Tensor]]:
         """What a step read, and the gradients of it. NoGradient if it has no rule, or its rule leaves something out."""
-        if step.kind not in RULES or not step.options.keys() <= {"dim", "min", "max", "gated", "silu"}:
+        if (rule := self.rule(step)) is None or not step.options.keys() <= {"dim", "min", "max", "gated", "silu"}:
             raise self._refused(step)
         if not step.kind.startswith("torch."):
-            return [(x, g) for x, g in RULES[step.kind](self, step, *outs) if self._flows(x)]
+            return [(x, g) for x, g in rule(self, step, *outs) if self._flows(x)]
         try:
-            found = [(x, g) for x, g in RULES[step.kind](self, step, *outs) if self._flows(x)]
+            found = [(x, g) for x, g in rule(self, step, *outs) if self._flows(x)]
         except (RuntimeError, IndexError, TypeError, ValueError, AttributeError) as error:  # a form of it without a rule
             raise self._refused(step) from error
         if Counter(filter(self._flows, map(Numbered, step.reads))) != Counter(x for x, _ in found):
             raise self._refused(step)
         return found
 
+    def rule(self, step: Operation) -> "Callable[..., Flowing] | None":
+        """Its derivative. None: there is none."""
+        return RULES.get(step.kind)
+
     def _flows(self, x: Any) -> bool:
         """Whether it has a gradient: floats that a step made, not whole numbers."""
         return isinstance(x, Numbered) and self.recorder.values[x.number].is_floating_point()
 
-    def _refused(self, step: Operation) -> NoGradient:
+    def _refused(self, step: Operation) -> Exception:
         given = f" with {', '.join(step.options)}" if step.options else ""
         return NoGradient(f"No gradient through {step.kind}{given}, which this model's wiring asks for. Use patching.")
 
     def __call__(self, x: Any) -> Any:
-        """What a step reads; numbers in float32."""
-        if not isinstance(x, Numbered):
-            return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
-        found = self.recorder.values[x.number]
-        return found.float() if found.is_floating_point() else found
+        """What a step reads; numbers as `wide` has them."""
+        found = self.recorder.values[x.number] if isinstance(x, Numbered) else x
+        return self.wide(found) if isinstance(found, Tensor) and found.is_floating_point() else found
+
+    def wide(self, x: Tensor) -> Tensor:
+        return x.float()
 
     def site(self, step: Operation, g: Tensor) -> Flowing:
         if step.site in self.asked:  # a site that a pass comes to twice is shown as it was the last time
@@ -336,6 +341,82 @@ BY_RESULT = frozenset(("torch.clamp", "softcap", "sigmoid", "exp"))
 """kinds whose rules read the result"""
 
 
+class Held(Backward):
+    """Of what is linear once the scales of norms are held: everything that enters, times its gradient, adds up to the result.
+
+    A product of two values has no rule, nor has a function of one.
+    """
+
+    def rule(self, step: Operation) -> Callable[..., Flowing] | None:
+        if step.kind in _SCALED:  # by what no step made
+            value = step.args[0] if step.kind in _torch("div", "__truediv__") else Numbered(step.reads[0])
+            return RULES[step.kind] if len(step.reads) == 1 and isinstance(value, Numbered) else None
+        by_tensor = step.kind == "torch.__getitem__" and any(isinstance(x, Tensor | Numbered) for x in leaves(step.args[1]))
+        return None if by_tensor else HELD.get(step.kind)  # rows in another order
+
+    def shape(self, x: Numbered) -> tuple[int, ...]:
+        """Of a gradient of it."""
+        return tuple(self.recorder.values[x.number].shape)
+
+    def _through(self, step: Operation, outs: list[Tensor | None]) -> list[tuple[Numbered, Tensor]]:
+        found = super()._through(step, outs)
+        if any(tuple(g.shape) != self.shape(x) for x, g in found):  # rows became columns, or another number
+            raise self._refused(step)
+        return found
+
+    def enters(self, step: Operation, g: Tensor, value: Tensor) -> None:
+        """Called with what a step adds that no step made, and the gradient of its result."""
+
+    def added(self, step: Operation, g: Tensor) -> Flowing:
+        found = list(RULES[step.kind](self, step, g))
+        for each in step.args:
+            if not isinstance(each, Numbered):
+                value = self(torch.as_tensor(each))
+                if value.dim() == g.dim() and len(value) > 1:  # a row of its own for each row
+                    raise self._refused(step)
+                left = each is step.args[0]
+                self.enters(step, g, -value if step.kind == ("torch.__rsub__" if left else "torch.sub") else value)
+        return found
+
+    def linear(self, step: Operation, g: Tensor) -> Flowing:
+        if (bias := step.args[1].bias) is not None:
+            self.enters(step, g, self(bias))
+        return RULES[step.kind](self, step, g)
+
+    def norm(self, step: Operation, g: Tensor) -> Flowing:
+        x, norm = step.args
+        if norm.bias is not None:
+            self.enters(step, g, self(norm.bias))
+        return [(x, self.through_norm(step, g * self(norm.weight)))]
+
+    def norm_parts(self, step: Operation, by_scale: Tensor | None, g: Tensor) -> Flowing:
+        """Of the result before the weights."""
+        return [(step.args[0], self.through_norm(step, g))]
+
+    def through_norm(self, step: Operation, g: Tensor) -> Tensor:
+        """The gradient of what a norm reads, from that of its result before the weights."""
+        centred = g - self.products.total(g) / g.shape[-1] if step.args[1].kind == "layer" else g
+        return centred * self.scale(step)
+
+    def scale(self, step: Operation) -> Tensor:
+        """What a norm multiplies rows by: [..., 1]"""
+        x, norm = map(self, step.args)
+        x = x - self.products.total(x) / x.shape[-1] if norm.kind == "layer" else x
+        return by.norm_factor(x, norm, self.products)
+
+
+_SCALED = _torch("mul", "__rmul__", "div", "__truediv__")
+HELD: dict[str, Callable[..., Flowing]] = {
+    **{kind: RULES[kind] for kind in BY_SHAPE - {"unembed"}},
+    "by_head": RULES["by_head"],
+    **dict.fromkeys(("add", *_torch("add", "__radd__", "sub", "__rsub__")), Held.added),
+    **dict.fromkeys(("linear", "linear_add"), Held.linear),
+    "norm": Held.norm,
+    "norm_parts": Held.norm_parts,
+}
+"""by kind, where scales are held"""
+
+
 def forget(recorder: Recorder, edited: frozenset[str]) -> None:
     """Mutates: of the values that no rule reads, only the shapes stay. edited: sites with edits, whose rule reads the value"""
     needed = set[int]()
@@ -480,7 +561,7 @@ class Tape:
         num_keys, products = len(self.tokens), self.products()
         with modes.canonical():
             value, g = derivative(function, self.logits)
-            found = self._back(products).run(self.forward.logits, g.to(self.runner.device))
+            found = self._back(products).run(self.number(self.forward.logits), g.to(self.runner.device))
             for site in self.asked:
                 found[site] = finite(self._whole(found.get(site), site), f"gradients at {site}")
             kept = _in_order(self.asked, found, num_keys)
@@ -503,15 +584,20 @@ class Tape:
             for line in range(width):
                 g = torch.zeros(self.forward.residual.shape, dtype=torch.float32, device=device)
                 g[:, line] = 1.0
-                found = self._back(products, own=True).run(self.forward.residual, g)
+                found = self._back(products, own=True).run(self.number(self.forward.residual), g)
                 for number, site in enumerate(self.asked):
                     rows = finite(found[site], f"Jacobians at {site}")[list(picked)].cpu()
                     out[number, line] = portable.row_sums(rows.t().contiguous())[:, 0]
                 tell(line)
         return out
 
-    def _back(self, products: BackwardProducts, own: bool = False) -> Backward:
+    def number(self, x: Tensor) -> int:
+        """Of a result of the pass."""
         assert self.recorder is not None  # `of` was told to keep what gradients need
+        return self.recorder.number(x)
+
+    def _back(self, products: BackwardProducts, own: bool = False) -> Backward:
+        assert self.recorder is not None
         return Backward(self.runner.model, self.recorder, self.edits, frozenset(self.asked), products, own)
 
     def _whole(self, g: Tensor | None, site: str) -> Tensor:

@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from einops import reduce
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from replaylens.engine.display import Citable, picture, wrapped
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, UnsupportedModel
-from replaylens.engine.model.config import handled, require_handled
-from replaylens.engine.model.decoder import Attention, Block, LatentAttention, Mlp
-from replaylens.engine.model.layers import Linear, Norm
+from replaylens.engine.model.decoder import Attention, Decoder, LatentAttention, Mlp
+from replaylens.engine.model.layers import Linear
 from replaylens.engine.model.mixers import Mixer
+from replaylens.engine.model.program import Numbered, Operation, Recorder
+from replaylens.engine.model.sites import layer_of
 from replaylens.engine.model.text import Prompt
+from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.values import short_repr, verb
+from replaylens.gradients.backward import Flowing, Held
 from replaylens.gradients.gradients import LogitDifference
 from replaylens.probes.report import bars
 from replaylens.workbench.drawing import Grid, Metric, MetricTokens, figure, paragraph, plain, view
-
-HANDLED = handled(
-    ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "
-    "rotary_layers local_rope windows slopes attn_scale scale_by_layer attn_softcap logit_softcap qk_norm qk_norm_kind "
-    "qk_norm_span qk_norm_rotated qkv_bias out_bias mlp_bias gated_mlp activation embed_scale residual_scale logit_scale "
-    "tied_embeddings unembed_bias mixture clip_qkv latent sinks mixer parts attn_gate",
-    Rope="*",
-    Latent="*",
-    MixtureConfig="*",
-    Routing="*",
-    MixerConfig="*",
-)
-"""the wiring that it follows: what parts write is read, however it is computed"""
 
 By = Literal["layer", "head", "neuron"]
 MAX_BARS = 40
@@ -49,7 +39,8 @@ class LogitPart(NamedTuple):
 
     name: str
     kind: str
-    """embedding, positions, attention, MLP, head, neuron, attention bias, MLP bias, final bias or rounding"""
+    """embedding, positions, attention, mixer, MLP, head, mixer head, neuron, final bias or rounding; a bias, such as attention
+    bias; other, which is named by the operation that makes it"""
     layer: int | None
     number: int | None
     """of a head or neuron"""
@@ -102,11 +93,14 @@ class DlaResult(Citable):
         colours = {"mixer": "tab:green", "attention": "tab:blue", "MLP": "tab:orange"}
         kinds = [kind for kind in colours if any(part.kind == kind for part in self.parts)]
         for kind in (*kinds, "others"):
-            own = [part for part in self.parts if (part.layer is None if kind == "others" else part.kind == kind)]
+            own = Counter[str]()
+            for part in self.parts:
+                if kind == (part.kind if part.kind in colours else "others"):
+                    own[place(part)] += part.value
             width = 0.8 / max(2, len(kinds))
             shift = 0.0 if kind == "others" else (kinds.index(kind) - (len(kinds) - 1) / 2) * width
-            at = [names.index(place(part)) + shift for part in own]
-            axis.bar(at, [part.value for part in own], width, color=colours.get(kind, "0.5"), label=kind)
+            at = [names.index(name) + shift for name in own]
+            axis.bar(at, list(own.values()), width, color=colours.get(kind, "0.5"), label=kind)
         axis.axhline(0, color="black", linewidth=0.5)
         axis.set(ylabel="part of the logit difference", xlabel="layer", xticks=range(len(names)))
         axis.set_xticklabels(names, rotation=90, fontsize=7)
@@ -118,7 +112,7 @@ class DlaResult(Citable):
         grids = []
         for kind, title in (("head", "attention heads"), ("mixer head", "heads of recurrent layers")):
             found = [part for part in self.parts if part.kind == kind]
-            layers = list(dict.fromkeys(str(part.layer) for part in found))
+            layers = [str(part.layer) for part in found if part.number == 0]
             if found:
                 values = np.array([part.value for part in found]).reshape(len(layers), -1)
                 grids.append(Grid(title, layers, [str(head) for head in range(values.shape[1])], values, around=0.0))
@@ -153,8 +147,9 @@ def dla(engine: Engine, prompt: Prompt, metric: MetricTokens | LogitDifference, 
     linear here: the scale that they divide by is held at that of the row, and their weights and biases are included. Of a
     model with a softcap on its logits, what is split is the difference before the softcap. Parts are computed in float64.
 
-    Raises UnsupportedModel for a model whose parts do not add up: what is missing is more than rounding can explain, as where
-    something else writes to the stream.
+    Parts are found by walking back over the steps of the pass, so that whatever a model's wiring adds to the stream is one.
+    Raises UnsupportedModel for a step that cannot be followed, and for a model whose parts miss the total by more than rounding
+    can explain.
 
     >>> from replaylens import Engine, dla
     >>> engine = Engine.load("coin-plain")
@@ -175,168 +170,207 @@ def dla(engine: Engine, prompt: Prompt, metric: MetricTokens | LogitDifference, 
         )
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(each, str | list | tuple) for each in prompt):
         raise BadRequest(f"{len(prompt)} prompts were given, but dla takes one at a time. Call it for each of them.")
-    require_handled(engine.config, HANDLED, "Direct logit attribution", "Use patching or ablation.", UnsupportedModel)
-    measure, read = Metric.of(engine, difference), _Read(engine, by)
-    branch = engine.prompt(prompt, sites=list(read.sites), positions="last")
-    try:
-        row = lambda site: branch.activations[site][-1].double().cpu()  # noqa: E731
-        logits = branch.logits()
-        if engine.config.logit_softcap:
-            logits = row("unembed.hook_out").to(logits.dtype) * engine.config.logit_scale
-        rows = {site: row(site) for site in read.sites}
-    finally:
-        branch.release()
-    total = float(measure(logits[None]))
-    parts = list(read.parts(rows, engine._target(difference.right), engine._target(difference.wrong)))
+    measure = Metric.of(engine, difference)
+    right, wrong = engine._target(difference.right), engine._target(difference.wrong)
+    tokens, named = engine.tokens_of(prompt), filter(re.compile(f"{_STREAM}|{_SITE}").fullmatch, engine.sites.sites)
+    recorder = Recorder(engine.model, frozenset(named), last=True)
+    whole = engine.lock.alone(lambda: engine.runner.whole(tokens, (), PassTap(frozenset()), recorder))
+    with torch.inference_mode():
+        walk = _Writes(engine.model, recorder, by, right, wrong)
+        number, capped = walk.logits(recorder.number(whole.logits))
+        total = float(measure(recorder.values[number]))
+        parts = walk.parts(number)
     lost = total - math.fsum(part.value for part in parts)
-    if not abs(lost) <= read.bound():
+    if not abs(lost) <= walk.bound():
         raise UnsupportedModel(
-            f"The parts of {measure.name} miss it by {lost:.3g} of {total:.4g}, and rounding can explain {read.bound():.1g} at "
-            "most: this model writes to its stream what no attention, MLP or mixer does. Use patching or ablation."
+            f"The parts of {measure.name} miss it by {lost:.3g} of {total:.4g}, and rounding can explain {walk.bound():.1g} at "
+            "most. Use patching or ablation."
         )
     parts.append(LogitPart("rounding", "rounding", None, None, lost))
-    name = measure.name + (", before the softcap" if engine.config.logit_softcap else "")
+    name = measure.name + (", before the softcap" if capped else "")
     return DlaResult(name, by, total, tuple(parts), made_by=(engine.fingerprint,))
 
 
-class _Read:
-    """The sites to read, and the parts that their rows make."""
+_PARTS = {"attn": "attention", "mixer": "mixer", "mlp": "MLP", "embed": "embedding", "pos_embed": "positions"}
+"""part of a site's name -> kind of what is written there"""
+_STREAM, _SITE = r"blocks\.\d+\.hook_(?:in|out)", rf"(?:blocks\.(\d+)\.)?({'|'.join(_PARTS)})\.hook_out"
+_ENTRY = "embed.hook_out"
 
-    def __init__(self, engine: Engine, by: By) -> None:
-        self.model, self.by = engine.model, by
-        self.blocks = [block for block in engine.model.blocks if isinstance(block, Block)]
-        self._size = self._head_size = 0.0
+
+class _Float64:
+    """Sums and products of the walk."""
+
+    def linear(self, g: Tensor, linear: Linear) -> Tensor:
+        return g @ _wide(linear.weight).mT
+
+    def total(self, x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True)
+
+    def apply(self, name: str, x: Tensor) -> Tensor:
+        found: Tensor = getattr(torch, name)(x)
+        return found
+
+
+class _Writes(Held):
+    """The walk back along the residual stream, from the last row's logits to the embedding.
+
+    The stream is what is linear in the embedding without a product with weights. What is added to it is a part, whatever made
+    it; of a product, each input may be one.
+    """
+
+    def __init__(self, model: Decoder, recorder: Recorder, by: By, right: int, wrong: int) -> None:
+        if not recorder.begins_with(_ENTRY):
+            raise UnsupportedModel(f"This model's wiring does not begin with the site {_ENTRY}. Tap it there.")
+        super().__init__(model, recorder, (), frozenset((_ENTRY,)), _Float64())  # type: ignore[arg-type]
+        self.tokens = [right, wrong]
+        self.layer: int | None = None
+        self.makers = {out: step for step in recorder.steps for out in step.outs}
+        self.stream = set(recorder.steps[0].outs)
+        for step in recorder.steps:
+            if any(x.number in self.stream for x in self._carried(step)):
+                self.stream.update(out for out in step.outs if self._flows(Numbered(out)))
+        modules = list(model.modules())
+        self.linears = [each for each in modules if isinstance(each, Linear)]
+        self.divided = {each.down: 0 for each in modules if by == "neuron" and isinstance(each, Mlp)}
+        """products whose inputs are divided -> into how many heads; 0: into neurons"""
+        if by == "head":  # a gated convolution has none
+            writers = (each for each in modules if isinstance(each, Attention | LatentAttention | Mixer))
+            self.divided |= {each.o: each.heads for each in writers if not isinstance(each, Mixer) or each.heads > 1}
+        self.listed: list[LogitPart] = []
+        """from the last to the first"""
+        self.writes, self.constant = 0, 0.0
+        """what biases add"""
+        self.size = self.head_size = 0.0
         """sums of the sizes of all terms: of what is written to the stream, and of the two logits"""
+
+    def parts(self, number: int) -> list[LogitPart]:
+        """In the order of a pass. number: of the logits, or of what their softcap reads"""
+        if number not in self.stream:
+            raise self._refused(self._end(number))
+        g = torch.zeros(self.recorder.values[number].shape, dtype=torch.float64)
+        g[..., self.tokens] = torch.tensor([1.0, -1.0], dtype=torch.float64)
+        self.run(number, g)
+        seen, named, last = Counter[str](), list[LogitPart](), 0.0
+        for part in reversed(self.listed):
+            seen[part.name] += 1
+            if part.layer is None and part.kind == "bias":
+                last += part.value
+            else:  # what writes twice is two parts
+                named.append(part if seen[part.name] == 1 else part._replace(name=f"{part.name} ({seen[part.name]})"))
+        return [*named, LogitPart("final bias", "final bias", None, None, last)]
+
+    def logits(self, number: int) -> tuple[int, bool]:
+        """The number of the logits [1, vocab], or of what their softcap reads; and whether they have one."""
+        while (step := self.makers[number]).kind == "torch.__getitem__":  # the last row
+            number = step.reads[0]
+        return (step.reads[0], True) if step.kind == "softcap" else (number, False)
 
     def bound(self) -> float:
         """The most that rounding can remove, after `parts`: each sum of n terms is off by at most n roundings of the sizes of
         its terms, whatever its order."""
         config, numbers = self.model.config, torch.finfo(torch.float32).eps
         stored = torch.finfo(self.model.dtype).eps
-        widest = max(config.d_model, config.d_mlp, config.num_heads * config.d_value, *(_inputs(b) for b in self.blocks))
-        writes = 2 + sum(len(block.writers) + (block.mlp is not None) for block in self.blocks)
-        return (stored * (writes + 4) + numbers * 2 * widest) * self._size + (stored * 2 + numbers * widest) * self._head_size
+        widest = max(config.d_model, config.d_mlp, *(each.shape_of("weight")[0] for each in self.linears))
+        of_stream, of_logits = stored * (self.writes + 4) + numbers * 2 * widest, stored * 2 + numbers * widest
+        return of_stream * self.size + of_logits * self.head_size
 
-    def _added(self, row: Tensor, stream: Tensor, reach: Tensor | None = None) -> float:
-        """The part of a row. Mutates: counts its size. `reach`: of the terms that `stream` is the sum of"""
-        self._size += float(row.abs() @ (stream.abs() if reach is None else reach))
-        return float(row @ stream)
+    # ---- stream --------------------------------------------------------------------------------------------------------
 
-    @property
-    def sites(self) -> Iterator[str]:
-        yield "embed.hook_out"
-        if self.model.pos_embed is not None:
-            yield "pos_embed.hook_out"
-        for block in self.blocks:
-            yield from self._attention_sites(block)
-            yield from self._mlp_sites(block)
-        yield self.blocks[-1].out_site
-        if self.model.config.logit_softcap:
-            yield "unembed.hook_out"
+    def _carried(self, step: Operation) -> list[Numbered]:
+        """What its results are linear in, without a product with weights."""
+        if step.kind in ("linear", "by_head", "rotate") or self.rule(step) is None:
+            return []
+        return [step.args[2]] if step.kind == "linear_add" else list(map(Numbered, step.reads))
 
-    def _attention_sites(self, block: Block) -> Iterator[str]:
-        for part, sites in block.writers:
-            yield from _sites(sites, block.ln1_post, part.z_site if self._by_head(part) else None)
+    def _end(self, number: int) -> Operation:
+        """The step that ends the stream: the first of those that the logits are made of."""
+        numbers, ends = [number], list[Operation]()
+        while numbers:
+            step = self.makers[numbers.pop()]
+            numbers += [x.number for x in self._carried(step) if x.number in self.makers]
+            ends += [] if self._carried(step) else [step]
+        return min(ends, key=lambda step: step.outs[0])
 
-    def _by_head(self, part: Attention | LatentAttention | Mixer) -> bool:
-        """Whether the part is divided into its heads. A gated convolution has none."""
-        return self.by == "head" and (not isinstance(part, Mixer) or part.heads > 1)
+    def _refused(self, step: Operation) -> Exception:
+        return UnsupportedModel(
+            f"Direct logit attribution does not follow {step.kind}, which this model's residual stream passes. Use patching."
+        )
 
-    def _mlp_sites(self, block: Block) -> Iterator[str]:
-        if block.mlp is None:
-            return iter(())
-        inner = block.mlp.post_site if self.by == "neuron" and isinstance(block.mlp, Mlp) else None
-        return _sites(block.mlp_sites, block.ln2_post, inner)
+    def wide(self, x: Tensor) -> Tensor:
+        return _wide(x)
 
-    @torch.inference_mode()
-    def parts(self, rows: dict[str, Tensor], right: int, wrong: int) -> Iterator[LogitPart]:
-        """rows  by site, in float64"""
-        model, table = self.model, self.model.unembedding.detach()
-        scale = model.config.logit_scale
-        towards = (_wide(table[right]) - _wide(table[wrong])) * scale  # [d_model]: of the normed stream
-        last = rows[self.blocks[-1].out_site]
-        stream, constant = _before(model.ln_final, last, towards)
-        for token in (right, wrong):
-            one, bias = _before(model.ln_final, last, _wide(table[token]) * scale)
-            self._head_size += float(last.abs() @ one.abs()) + abs(bias)
-        yield LogitPart("embedding", "embedding", None, None, self._added(rows["embed.hook_out"], stream))
-        if model.pos_embed is not None:
-            yield LogitPart("positions", "positions", None, None, self._added(rows["pos_embed.hook_out"], stream))
-        for layer, block in enumerate(self.blocks):
-            yield from self._attention(rows, layer, block, stream)
-            yield from self._mlp(rows, layer, block, stream)
-        if model.unembed_bias is not None:
-            constant += float(_wide(model.unembed_bias[right]) - _wide(model.unembed_bias[wrong])) * scale
-        yield LogitPart("final bias", "final bias", None, None, constant)
+    def rule(self, step: Operation) -> Any:
+        return _Writes.unembed if step.kind == "unembed" else super().rule(step)
 
-    def _attention(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
-        for part, written in block.writers:
-            what = "mixer" if part is block.mixer else "attention"
-            sites = list(_sites(written, block.ln1_post, part.z_site if self._by_head(part) else None))
-            if not self._by_head(part):
-                yield LogitPart(f"L{layer} {what}", what, layer, None, self._added(rows[sites[0]], stream))
-                continue
-            own, reach, constant = _within(part.o, block.ln1_post, block.scale, rows[sites[-1]], stream)
-            self._added(rows[sites[0]].flatten(), own, reach)
-            each = reduce(rows[sites[0]].flatten() * own, "(heads d) -> heads", "sum", heads=part.heads)
-            head, kind = ("M", "mixer head") if part is block.mixer else ("H", "head")
-            yield from (LogitPart(f"L{layer}{head}{i}", kind, layer, i, value) for i, value in enumerate(each.tolist()))
-            if part.o.bias is not None or constant:
-                yield LogitPart(f"L{layer} {what} bias", f"{what} bias", layer, None, constant)
+    def unembed(self, step: Operation, g: Tensor) -> Flowing:
+        """Mutates: counts the sizes of the logits."""
+        table, g = _wide(self.model.unembedding[self.tokens]), g[..., self.tokens]
+        self.head_size += float((self(step.args[0]).abs() @ table.abs().mT * g.abs()).sum())
+        return [(step.args[0], g @ table)]
 
-    def _mlp(self, rows: dict[str, Tensor], layer: int, block: Block, stream: Tensor) -> Iterator[LogitPart]:
-        sites = list(self._mlp_sites(block))
-        if block.mlp is None:
-            return
-        if self.by != "neuron" or not isinstance(block.mlp, Mlp):
-            yield LogitPart(f"L{layer} MLP", "MLP", layer, None, self._added(rows[sites[0]], stream))
-            return
-        own, reach, constant = _within(block.mlp.down, block.ln2_post, block.scale, rows[sites[-1]], stream)
-        self._added(rows[sites[0]], own, reach)
-        each = (rows[sites[0]] * own).tolist()
-        yield from (LogitPart(f"L{layer}N{i}", "neuron", layer, i, value) for i, value in enumerate(each))
-        if block.mlp.down.bias is not None or constant:
-            yield LogitPart(f"L{layer} MLP bias", "MLP bias", layer, None, constant)
+    def enters(self, step: Operation, g: Tensor, value: Tensor) -> None:
+        self.constant += float((g * value).sum())
 
+    def _taken(self) -> float:
+        """Mutates: what biases have added since the last time."""
+        found, self.constant = self.constant, 0.0
+        return found
 
-def _sites(sites: tuple[str, tuple[str, str, str]], post: Norm | None, inner: str | None) -> Iterator[str]:
-    """What is written to the stream; or the input of the product that writes, and what a norm after the product reads."""
-    out, (_, _, normed) = sites
-    if inner is None:
-        yield out if post is None else normed
-        return
-    yield inner
-    if post is not None:
-        yield out
+    def _through(self, step: Operation, outs: list[Tensor | None]) -> list[tuple[Numbered, Tensor]]:
+        if step.kind == "site":
+            self.layer = layer_of(step.site)
+        found = super()._through(step, outs)
+        constant = self._taken()
+        if step.kind == "linear_add":  # what it writes was no value of its own
+            (x, by_input), *found = found
+            self._append(step.kind, "other", float(self._terms(step, x, by_input, outs[0]).sum()) + constant)
+        elif constant:
+            self._append("bias", "bias", constant)
+        for x, g in found:
+            if x.number not in self.stream:
+                self._written(step.site if step.kind == "site" else "", x, g)
+        return [(x, g) for x, g in found if x.number in self.stream]
 
+    def _append(self, what: str, kind: str, value: float) -> None:
+        """Mutates: a part without a site of its own."""
+        self.listed.append(LogitPart(what if self.layer is None else f"L{self.layer} {what}", kind, self.layer, None, value))
 
-def _within(linear: Linear, post: Norm | None, scale: float, out: Tensor, stream: Tensor) -> tuple[Tensor, Tensor, float]:
-    """A direction of the stream [d_model] as one of the input of a product that writes to it [inputs], the sums of the sizes of
-    its terms, and what biases add.
+    def _written(self, site: str, x: Numbered, g: Tensor) -> None:
+        """Mutates: the part, or parts, of a value that is added to the stream."""
+        value, towards, made = self(x), g, self.makers.get(x.number)
+        step, self.writes = made, self.writes + 1
+        while step is not None and step.kind != "linear" and len(self._carried(step)) == 1:
+            site = site or (step.site if step.kind == "site" else "")
+            ((x, g),) = super()._through(step, [g if out == x.number else None for out in step.outs])
+            step = self.makers.get(x.number)
+        constant, known = self._taken(), re.fullmatch(_SITE, site)
+        if known is None or step is None or step.kind != "linear" or step.args[1] not in self.divided:
+            self.size += float((value.abs() * towards.abs()).sum())
+            if known is None:
+                assert made is not None  # only the embedding has no step
+                return self._append(made.kind, "other", float((value * towards).sum()))
+            layer, kind = known[1] and int(known[1]), _PARTS[known[2]]
+            name = f"L{layer} {kind}" if known[1] else kind
+            return self.listed.append(LogitPart(name, kind, layer, None, float((value * towards).sum())))
+        ((x, by_input),) = super()._through(step, [g])
+        self._divided(step, int(known[1]), _PARTS[known[2]], self._terms(step, x, by_input, g), constant + self._taken())
 
-    out  the product's row, if `post` norms it
-    """
-    constant = 0.0
-    if post is not None:
-        stream, constant = _before(post, out, stream)
-    stream = stream * scale
-    if linear.bias is not None:
-        constant += float(_wide(linear.bias) @ stream)
-    weight = _wide(linear.weight)
-    return weight @ stream, weight.abs() @ stream.abs(), constant
+    def _terms(self, step: Operation, x: Numbered, by_input: Tensor, g: Tensor) -> Tensor:
+        """What each input of a product adds. Mutates: counts their sizes."""
+        value = self(x)
+        self.size += float((value.abs() * (g.abs() @ _wide(step.args[1].weight).abs().mT)).sum())
+        return (value * by_input).flatten()
 
-
-def _inputs(block: Block) -> int:
-    """The most terms of a product that writes to the stream."""
-    return max((part.o.weight.shape[0] for part, _ in block.writers), default=0)
-
-
-def _before(norm: Norm, row: Tensor, direction: Tensor) -> tuple[Tensor, float]:
-    """A direction after a norm [width] as one before it, with the norm's scale held at the row's; and what its bias adds."""
-    centred = row - row.mean() if norm.kind == "layer" else row
-    found = _wide(norm.weight) * direction / (centred.square().mean() + norm.eps).sqrt()
-    constant = 0.0 if norm.bias is None else float(_wide(norm.bias) @ direction)
-    return found - found.mean() if norm.kind == "layer" else found, constant
+    def _divided(self, step: Operation, layer: int, what: str, terms: Tensor, constant: float) -> None:
+        """Mutates: parts of a product, and its bias."""
+        heads = self.divided[step.args[1]]
+        kind = "neuron" if not heads else "head" if what == "attention" else f"{what} head"
+        each = terms.view(heads or len(terms), -1).sum(1).tolist()
+        letter = {"neuron": "N", "head": "H"}.get(kind, "M")
+        if step.args[1].bias is not None or constant:
+            self.listed.append(LogitPart(f"L{layer} {what} bias", f"{what} bias", layer, None, constant))
+        for i, value in reversed(list(enumerate(each))):
+            self.listed.append(LogitPart(f"L{layer}{letter}{i}", kind, layer, i, value))
 
 
 def _wide(weight: Tensor) -> Tensor:
