@@ -9,30 +9,31 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache
-from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
-from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Packable, Rotary, expert_products
+from replaylens.engine.model.config import BARRED, Activation, Functions, Routing, choice_scores
+from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Packable, Rotary
 from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, Recurrence, TorchOps
 from replaylens.engine.passes.batch import Batch, not_finite
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
+from replaylens.engine.terminal import Later
 from replaylens.kernels import cpu as portable
 from replaylens.kernels.cpu import PARTS, Panels, product
 from replaylens.kernels.cpu_attention import HostRows, attend, store
 from replaylens.kernels.threads import GRAIN
 
+if TYPE_CHECKING:
+    from replaylens.kernels import cpu_experts as mixtures
+else:  # its kernels are compiled for mixtures only
+    mixtures = Later("replaylens.kernels.cpu_experts")
 
-def exact_sums(x: Tensor) -> Tensor:
-    """The sums of numbers in [0, 1] over the last dimension, as whole numbers in units of 2^-40: exact in any order."""
-    return ((x.double() * 2.0**40).long().sum(-1, keepdim=True).double() * 2.0**-40).float()
-
-
-FUNCTIONS = Functions(lambda x: portable.apply("exp", x), lambda x: portable.apply("sigmoid", x), exact_sums)
-"""exp, sigmoid and the sum of a row, for routing"""
+FUNCTIONS = Functions(lambda x: portable.apply("exp", x), lambda x: portable.apply("sigmoid", x))
+"""exp and sigmoid, for routing"""
 
 # ---- products --------------------------------------------------------------------------------------------------------
 # The matrix products of one model. A product has the same bits at any number of rows, on any number of threads and on any
@@ -171,10 +172,19 @@ class CpuRowOps(TorchOps):
 
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
         up = self.products.of(experts, "up")
-        return self.activate(expert_products(x, chosen, up, experts.up_bias, self.products.product), kind, experts.gated)
+        found = mixtures.expert_products(rows_of(x), chosen, up, experts.up_bias, self.products.parts)
+        return self.activate(found, kind, experts.gated)
 
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        return expert_products(hidden, chosen, self.products.of(experts, "down"), experts.down_bias, self.products.product)
+        down = self.products.of(experts, "down")
+        return mixtures.expert_products(rows_of(hidden), chosen, down, experts.down_bias, self.products.parts)
+
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = None if residual is None else rows_of(residual)
+        return mixtures.combine(outs.contiguous(), weights.contiguous(), rows)
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        return mixtures.spread(weights.contiguous(), chosen, experts)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return portable.norm(rows_of(x), norm.weight, norm.bias, norm.eps, norm.kind)
@@ -204,8 +214,13 @@ class CpuRowOps(TorchOps):
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         return choice_scores(logits, routing, correction, FUNCTIONS)
 
+    def choose(self, scores: Tensor, routing: Routing) -> Tensor:
+        groups = routing.groups, routing.chosen_groups, routing.group_best
+        return mixtures.choose(rows_of(scores), routing.top, *groups, BARRED)
+
     def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
-        return weigh(logits, chosen, routing, FUNCTIONS)
+        r = routing
+        return mixtures.weigh(rows_of(logits), chosen, r.kind, r.normalised, r.scale, r.floor, r.jitter)
 
 
 class CpuOps(CpuRowOps):

@@ -10,6 +10,7 @@ which it shares with those that are not needed at the same time. Inputs and aren
 relative. All torch operations that move or compute numbers are kernels here, too; one that is not in `_TASKS` ends a recording.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -93,24 +94,48 @@ def _made_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def _float(*tensors: Any) -> bool:
-    return all(isinstance(x, Tensor) and x.dtype is torch.float32 and 0 < x.dim() <= 3 and x.stride(-1) == 1 for x in tensors)
+    """Whether these are tensors as kernels read them."""
+    return all(
+        isinstance(x, Tensor) and x.dtype is torch.float32 and 0 < x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
+        for x in tensors
+    )
+
+
+def _of_two(kind: str, x: Any, y: Any) -> Tensor | None:
+    """Either may have fewer numbers, which are then the same along a dimension."""
+    if not _float(x, y):
+        return None
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    x, y = (x, y) if x.shape == shape else (y, x)  # which of them comes first moves no bit
+    return pointwise(kind, x, y, _made_like(x)) if x.shape == shape else None
 
 
 def _add(x: Any, y: Any, *, alpha: Any = 1) -> Tensor | None:
-    return pointwise("add", x, y, _made_like(x)) if _float(x, y) and x.shape == y.shape and alpha == 1 else None
+    return _of_two("add", x, y) if alpha == 1 else None
 
 
 def _mul(x: Any, y: Any) -> Tensor | None:
-    if not _float(x):
-        return None
     if isinstance(y, float | int):
-        return pointwise("scale", x, None, _made_like(x), float(y))
-    return pointwise("mul", x, y, _made_like(x)) if _float(y) and x.shape == y.shape else None
+        return pointwise("scale", x, None, _made_like(x), float(y)) if _float(x) else None
+    return _of_two("mul", x, y)
+
+
+def _neg(x: Any) -> Tensor | None:
+    return _mul(x, -1.0)
 
 
 def _clamp(x: Any, low: Any = None, high: Any = None) -> Tensor | None:
-    both = _float(x) and isinstance(low, float | int) and isinstance(high, float | int) and low == -high
-    return pointwise("clamp", x, None, _made_like(x), float(high)) if both else None
+    if not _float(x) or not all(each is None or isinstance(each, float | int) for each in (low, high)):
+        return None
+    least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    return pointwise("clamp", x, None, _made_like(x), most, least)
+
+
+def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Tensor | None:
+    from replaylens.kernels.cpu_experts import gathered
+
+    fits = _float(x) and x.dim() == 2 and dim in (-1, 1) and index.dtype is torch.int64 and index.is_contiguous()
+    return gathered(x, index) if fits else None
 
 
 def _clone(x: Any, *, memory_format: Any = None) -> Tensor | None:
@@ -137,6 +162,8 @@ _TASKS: dict[Any, Callable[..., Tensor | None]] = {
     _aten.add.Tensor: _add,
     _aten.mul.Tensor: _mul,
     _aten.mul.Scalar: _mul,
+    _aten.neg.default: _neg,
+    _aten.gather.default: _gather,
     _aten.clamp.default: _clamp,
     _aten.clone.default: _clone,
     _aten.copy_.default: _copy,
@@ -162,6 +189,20 @@ class Extent:
     def within(self, given: Ints) -> NDArray[np.intp]:
         """Which of these arguments point into it. Numbers that are no addresses are below `_NO_ADDRESS`."""
         return np.flatnonzero((given >= self.first) & (given < self.first + self.size))
+
+
+class _Group(NamedTuple):
+    """Results of equal shape, one after another."""
+
+    at: int
+    count: int
+    size: int
+    """bytes of each"""
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def of(self, memory: Tensor) -> Sequence[Tensor]:
+        return memory[self.at : self.at + self.count * self.size].view(self.dtype).view(self.count, *self.shape).unbind()
 
 
 class WorkList:
@@ -196,20 +237,20 @@ class WorkList:
 
     def _left(
         self, results: list[Tensor], entering: Tensor, made: set[Extent]
-    ) -> tuple[list[tuple[int, int, int, torch.Size]], list[tuple[int, int] | None], list[Extent]]:
-        """Results side by side: groups of equal shape (where they begin, how many, bytes of each, shape), the group and number
-        of each result, and their places. None: what enters the first block."""
-        shapes = list(dict.fromkeys(x.shape for x in results))
-        groups, numbers, places, at = list[tuple[int, int, int, torch.Size]](), dict[int, tuple[int, int]](), list[Extent](), 0
-        for index, shape in enumerate(shapes):
-            own = {x.data_ptr(): Extent.of(x) for x in results if x.shape == shape and x.data_ptr() != entering.data_ptr()}
-            size = 4 * shape.numel()
+    ) -> tuple[list["_Group"], list[tuple[int, int] | None], list[Extent]]:
+        """Results side by side: groups of equal shape, the group and number of each result, and their places. None: what enters
+        the first block."""
+        groups, numbers, places, at = list[_Group](), dict[int, tuple[int, int]](), list[Extent](), 0
+        for index, (shape, dtype) in enumerate(dict.fromkeys((x.shape, x.dtype) for x in results)):
+            alike = [x for x in results if (x.shape, x.dtype) == (shape, dtype) and x.data_ptr() != entering.data_ptr()]
+            own = {x.data_ptr(): Extent.of(x) for x in alike}
+            size = dtype.itemsize * shape.numel()
             for number, (first, place) in enumerate(own.items()):
                 if place not in made or place.first != first or place.size != size or first in numbers:
                     raise NotImplementedError("A site that is no tensor of its own.")
                 numbers[first] = index, number
                 places.append(Extent(first, size, at + number * size))
-            groups.append((at, len(own), size, shape))
+            groups.append(_Group(at, len(own), size, shape, dtype))
             at += _lines(len(own) * size)
         return groups, [numbers.get(x.data_ptr()) for x in results], places
 
@@ -311,10 +352,7 @@ class RecordedPasses:
         if bool(self.told):
             raise not_finite("keys or values")
         left = self._arena[: recording.left].clone()
-        found = [
-            left[at : at + count * size].view(torch.float32).view(count, *shape).unbind()
-            for at, count, size, shape in recording.groups
-        ]
+        found = [group.of(left) for group in recording.groups]
         residual, *values = (inputs[0] if where is None else found[where[0]][where[1]] for where in recording.results)
         return RanPass(residual, dict(zip(recording.names, values, strict=True)))
 
