@@ -122,6 +122,13 @@ def finite(x: Tensor, what: str) -> Tensor:
     return x
 
 
+TOLD = (
+    "", "keys or values", "keys or values", "inputs of a convolution", "keys", "decays", "updates of a recurrent state",
+    "recurrent states",
+)  # fmt: skip
+"""what kernels say that is not finite, by number"""
+
+
 def not_finite(what: str) -> NonFinite:
     """The error for a pass that computed non-finite logits, activations or thoughts."""
     return NonFinite(f"The model gave NaN or infinite {what}. Nothing of this pass was committed. Check edits and weights.")

@@ -8,7 +8,7 @@ path sums every product as one chain: its last bits differ now and then.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,7 @@ from replaylens.kernels.cpu_attention import HostRows, attend, store
 from replaylens.kernels.threads import GRAIN
 
 if TYPE_CHECKING:
+    from replaylens.engine.passes.recurrent import MixedRows
     from replaylens.kernels import cpu_experts as mixtures
 else:  # its kernels are compiled for mixtures only
     mixtures = Later("replaylens.kernels.cpu_experts")
@@ -231,6 +232,12 @@ class CpuOps(CpuRowOps):
         super().__init__(products)
         self.batch, self.cache, self.told = batch, cache, told
 
+    @cached_property
+    def mixed(self) -> "MixedRows":
+        from replaylens.engine.passes.recurrent import MixedRows  # its kernels are compiled for hybrids only
+
+        return MixedRows(self.batch, self.cache, self.told)
+
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
         held = self.cache.data[self.cache.index[spec.layer]]
@@ -257,15 +264,15 @@ class CpuOps(CpuRowOps):
         return heads.q, heads.joined[:, num_queries:]
 
     def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
-        from replaylens.engine.passes.recurrent import convolve  # its kernels are compiled for hybrids only
+        from replaylens.engine.passes.recurrent import convolve
 
-        out = convolve(x, conv, layer, self.batch, self.cache)
+        out = convolve(x, conv, layer, self.cache, self.mixed)
         return self.activate(out, "silu", gated=False) if silu else out
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
         from replaylens.engine.passes.recurrent import Walk
 
-        walk = Walk(given, layer, self.batch, self.cache)
+        walk = Walk(given, layer, self.batch, self.cache, self.mixed)
         if observe is not None:
             observe(walk.states())
         return walk.out

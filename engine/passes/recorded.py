@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from replaylens.engine.errors import InternalError
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes.batch import Batch, not_finite
+from replaylens.engine.passes.batch import TOLD, Batch, not_finite
 from replaylens.engine.passes.cpu import CpuOps, Products
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import threads
@@ -55,6 +55,8 @@ class RecordedShape(NamedTuple):
     """of a sequence's table, padded"""
     sites: frozenset[str]
     exact: bool
+    sequences: int = 0
+    """of a hybrid: a recurrent layer walks over each"""
 
 
 class _Watch(TorchDispatchMode):
@@ -319,7 +321,7 @@ class RecordedPasses:
     """The recordings of one model on a CPU, by shape."""
 
     def __init__(self, model: Decoder, cache: KVCache, products: Products) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.recurs = model, cache, bool(cache.mixed)
         self.products = {True: products, False: products.in_one_chain()}
         self.told = torch.zeros(1, dtype=torch.int64)
         """where kernels say that keys or values are not finite"""
@@ -334,31 +336,35 @@ class RecordedPasses:
 
         Precondition: no edit or hook function touches the rows.
         """
-        shape = RecordedShape(batch.num_rows, batch.paged.pages.shape[1], sites, exact)
+        shape = RecordedShape(batch.num_rows, batch.paged.pages.shape[1], sites, exact, len(batch.segments) * self.recurs)
         if shape.rows > MAX_ROWS or (sites, exact) in self.unrecordable:
             return None
+        if shape not in self.recordings and self._seen[shape] + 1 < WORTH:
+            self._seen[shape] += 1
+            return None
+        ops = CpuOps(batch, self.cache, self.products[exact], self.told)
         inputs = [x, batch.positions, batch.write_slots, batch.paged.sequence, batch.paged.pages, batch.paged.order, self.told]
+        inputs += ops.mixed.inputs if self.recurs else []
         if shape in self.recordings:
             self.recordings.move_to_end(shape)
             return self._replayed(self.recordings[shape], inputs)
-        self._seen[shape] += 1
-        return self._recorded(shape, batch, inputs) if self._seen[shape] >= WORTH else None
+        return self._recorded(shape, batch, ops, inputs)
 
     def _replayed(self, recording: WorkList, inputs: list[Tensor]) -> RanPass:
         if recording.arena > len(self._arena):
             self._arena = torch.empty(recording.arena, dtype=torch.uint8)
         self.told.zero_()
         recording.run([self._arena.data_ptr(), *(each.data_ptr() for each in inputs)])
-        if bool(self.told):
-            raise not_finite("keys or values")
+        if told := int(self.told):
+            raise not_finite(TOLD[told])
         left = self._arena[: recording.left].clone()
         found = [group.of(left) for group in recording.groups]
         residual, *values = (inputs[0] if where is None else found[where[0]][where[1]] for where in recording.results)
         return RanPass(residual, dict(zip(recording.names, values, strict=True)))
 
-    def _recorded(self, shape: RecordedShape, batch: Batch, inputs: list[Tensor]) -> RanPass | None:
+    def _recorded(self, shape: RecordedShape, batch: Batch, ops: CpuOps, inputs: list[Tensor]) -> RanPass | None:
         """Run a pass and record it. None if something in it is no kernel."""
-        tap, ops = PassTap(shape.sites), CpuOps(batch, self.cache, self.products[shape.exact], self.told)
+        tap = PassTap(shape.sites)
         assert batch.paged.keys_seen  # a sum that must not be part of the recording
         self.told.zero_()
         try:

@@ -273,11 +273,8 @@ class Runner:
 
     @cached_property
     def recorded(self) -> "RecordedPasses | None":
-        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, or since a
-        recurrent layer's lists of pieces differ from pass to pass."""
+        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them."""
         if self.kernels or self.device != "cpu" or self.model.stages or self.elsewhere is not None:
-            return None
-        if any(self.model.config.has("mixer", layer) for layer in range(self.model.config.num_layers)):
             return None
         from replaylens.engine.passes.recorded import RecordedPasses
 
