@@ -117,7 +117,7 @@ class Cut:
 def cut_of(batch: Batch, layer: int, heads: int) -> Cut | None:
     """The cut edges of a layer; None if no edit cuts any."""
     site = f"blocks.{layer}.{PATTERN}"
-    if not any(edit.site == site for segment in batch.segments for edit in segment.edits):
+    if not any(edit.site == site and edit.touches(s.start, s.end) for s in batch.segments for edit in s.edits):
         return None
     most = max(segment.end for segment in batch.segments)
     mask = torch.zeros(batch.num_rows, heads, most, dtype=torch.int16)

@@ -27,6 +27,7 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.batch import TOLD, Batch, not_finite
 from replaylens.engine.passes.cpu import CpuOps, Products
+from replaylens.engine.passes.edits_cpu import EditTable, TableTap
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import threads
 from replaylens.kernels.cpu import pointwise
@@ -57,6 +58,8 @@ class RecordedShape(NamedTuple):
     exact: bool
     sequences: int = 0
     """of a hybrid: a recurrent layer walks over each"""
+    edited: tuple[str, ...] = ()
+    """the sites of edits"""
 
 
 class _Watch(TorchDispatchMode):
@@ -326,18 +329,21 @@ class RecordedPasses:
         self.told = torch.zeros(1, dtype=torch.int64)
         """where kernels say that keys or values are not finite"""
         self.recordings: OrderedDict[RecordedShape, WorkList] = OrderedDict()
-        self.unrecordable: dict[tuple[frozenset[str], bool], str] = {}
-        """what passes with these sites do that no kernel does"""
+        self.unrecordable: dict[tuple[frozenset[str], bool, tuple[str, ...]], str] = {}
+        """what passes with these sites, and edits of these, do that no kernel does"""
         self._seen: Counter[RecordedShape] = Counter()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def run(self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool) -> RanPass | None:
+    def run(
+        self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool, edits: EditTable | None = None
+    ) -> RanPass | None:
         """All blocks over x [rows, d_model]. None: no pass of this shape is recorded, and it must be run as ever.
 
-        Precondition: no edit or hook function touches the rows.
+        edits  of the rows. Precondition: no other edit or hook function touches them
         """
-        shape = RecordedShape(batch.num_rows, batch.paged.pages.shape[1], sites, exact, len(batch.segments) * self.recurs)
-        if shape.rows > MAX_ROWS or (sites, exact) in self.unrecordable:
+        edited, sequences = () if edits is None else edits.sites, len(batch.segments) * self.recurs
+        shape = RecordedShape(batch.num_rows, batch.paged.pages.shape[1], sites, exact, sequences, edited)
+        if shape.rows > MAX_ROWS or (sites, exact, edited) in self.unrecordable:
             return None
         if shape not in self.recordings and self._seen[shape] + 1 < WORTH:
             self._seen[shape] += 1
@@ -345,10 +351,11 @@ class RecordedPasses:
         ops = CpuOps(batch, self.cache, self.products[exact], self.told)
         inputs = [x, batch.positions, batch.write_slots, batch.paged.sequence, batch.paged.pages, batch.paged.order, self.told]
         inputs += ops.mixed.inputs if self.recurs else []
+        inputs += [] if edits is None else [edits.numbers]
         if shape in self.recordings:
             self.recordings.move_to_end(shape)
             return self._replayed(self.recordings[shape], inputs)
-        return self._recorded(shape, batch, ops, inputs)
+        return self._recorded(shape, batch, ops, inputs, edits)
 
     def _replayed(self, recording: WorkList, inputs: list[Tensor]) -> RanPass:
         if recording.arena > len(self._arena):
@@ -362,19 +369,22 @@ class RecordedPasses:
         residual, *values = (inputs[0] if where is None else found[where[0]][where[1]] for where in recording.results)
         return RanPass(residual, dict(zip(recording.names, values, strict=True)))
 
-    def _recorded(self, shape: RecordedShape, batch: Batch, ops: CpuOps, inputs: list[Tensor]) -> RanPass | None:
+    def _recorded(
+        self, shape: RecordedShape, batch: Batch, ops: CpuOps, inputs: list[Tensor], edits: EditTable | None
+    ) -> RanPass | None:
         """Run a pass and record it. None if something in it is no kernel."""
         tap = PassTap(shape.sites)
+        edited = tap if edits is None else TableTap(edits, tap)
         assert batch.paged.keys_seen  # a sum that must not be part of the recording
         self.told.zero_()
         try:
             with threads.written() as works, _Watch() as watch:
-                residual = self.model.run_blocks(inputs[0], batch.positions, ops, tap, 0, self.model.config.num_layers)
+                residual = self.model.run_blocks(inputs[0], batch.positions, ops, edited, 0, self.model.config.num_layers)
                 own = {Extent.of(x) for x in (inputs[0], *watch.made)}
                 values = {site: x if Extent(x.data_ptr(), x.nbytes) in own else x.clone() for site, x in tap.values.items()}
             recording = WorkList(works, inputs, watch.made, residual, values)
         except NotImplementedError as error:
-            self.unrecordable[shape.sites, shape.exact] = str(error)
+            self.unrecordable[shape.sites, shape.exact, shape.edited] = str(error)
             return None
         truth = RanPass(residual, tap.values)
         found = self._replayed(recording, inputs)

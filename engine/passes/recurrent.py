@@ -78,7 +78,8 @@ class Walk:
         """(segment, piece with rows of it)"""
         self.edited: dict[int, Tensor] = {}
         """packed row -> the state that an edit left after it"""
-        plain = [i for i, segment in enumerate(batch.segments) if not any(edit.site == site for edit in segment.edits)]
+        touched = lambda s, edit: edit.site == site and edit.touches(s.start - s.start % CHUNK, s.end)  # noqa: E731
+        plain = [i for i, s in enumerate(batch.segments) if not any(touched(s, edit) for edit in s.edits)]
         pieces = [self._piece(i, batch.segments[i].start, batch.segments[i].end) for i in plain]
         if len(plain) == len(batch.segments):
             size, rows = batch.pool.page_size, batch.num_rows
