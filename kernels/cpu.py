@@ -405,44 +405,54 @@ def activate(x: Tensor, kind: str, gated: bool) -> Tensor:
 
 @task
 def _pointwise(given, index, count):
-    """out [rows, heads, width] of x and y, each with its strides by row and head."""
-    kind, rows, heads, width, factor, x, x_row, x_head, y, y_row, y_head, out, out_row, out_head = arguments(given, 14)
+    """out [rows, heads, width] of x and y, each with its strides by row and head; y of one number a head if `single`."""
+    (
+        kind, rows, heads, width, low, high, single, x, x_row, x_head, y, y_row, y_head, out, out_row, out_head,
+    ) = arguments(given, 16)  # fmt: skip
     first, end = share(index, count, rows * heads)
-    by = as_float(np.int32(factor))
+    least, by = as_float(np.int32(low)), as_float(np.int32(high))
     for at in range(first, end):
         row, head = at // heads, at % heads
         a, b = floats(x + 4 * (row * x_row + head * x_head), width), floats(y + 4 * (row * y_row + head * y_head), width)
-        c = floats(out + 4 * (row * out_row + head * out_head), width)
+        c, one = floats(out + 4 * (row * out_row + head * out_head), width), b[0] if single else by
         if kind == 0:
             for i in range(width):
                 c[i] = a[i]
+        elif kind == 1 and single:
+            for i in range(width):
+                c[i] = a[i] + one
         elif kind == 1:
             for i in range(width):
                 c[i] = a[i] + b[i]
+        elif kind == 3 or single:
+            for i in range(width):
+                c[i] = a[i] * one
         elif kind == 2:
             for i in range(width):
                 c[i] = a[i] * b[i]
-        elif kind == 3:
-            for i in range(width):
-                c[i] = a[i] * by
         else:
             for i in range(width):
-                c[i] = by if a[i] > by else (-by if a[i] < -by else a[i])
+                c[i] = by if a[i] > by else (least if a[i] < least else a[i])
     return 1
 
 
 _POINTWISE = ("copy", "add", "mul", "scale", "clamp")
 
 
-def pointwise(kind: str, x: Tensor, y: Tensor | None, out: Tensor, factor: float = 1.0) -> Tensor:
-    """Mutates and returns out [..., width], of at most three dimensions: x, x + y, x * y, x * factor, or x within +- factor."""
+def pointwise(kind: str, x: Tensor, y: Tensor | None, out: Tensor, factor: float = 1.0, least: float = -np.inf) -> Tensor:
+    """Mutates and returns out [..., width], of at most three dimensions: x, x + y, x * y, x * factor, or x from `least` to
+    `factor`. y may have fewer numbers than x, as in torch."""
     shape = [1] * (3 - x.dim()) + list(x.shape)
-    given = list[int]()
-    for each in (x, x if y is None else y, out):
+    single = y is not None and y.shape[-1] == 1 < x.shape[-1]
+    for each in (x, out) if y is None else (x, y, out):
         require_rows(each)
+    y = x if y is None else y.expand(x.shape)
+    given = list[int]()
+    for each in (x, y, out):
         require(each.shape == x.shape, f"{shape} numbers", each)
         given += each.data_ptr(), *([0] * (3 - x.dim()) + list(each.stride()))[:2]
-    divided(_pointwise, float(x.numel()), shape[0] * shape[1], _POINTWISE.index(kind), *shape, bits(factor), *given)
+    numbers = bits(least), bits(factor), int(single)
+    divided(_pointwise, float(x.numel()), shape[0] * shape[1], _POINTWISE.index(kind), *shape, *numbers, *given)
     return out
 
 

@@ -19,6 +19,49 @@ from replaylens.kernels.threads import divided
 
 _ZERO, _ONE, _LARGEST = np.float32(0.0), np.float32(1.0), np.float32(np.finfo(np.float32).max)
 
+# ---- entries ---------------------------------------------------------------------------------------------------------
+
+UPDATES, STATES = 6, 7
+"""what kernels tell if an update, or a state or what is read of it, is not finite"""
+
+
+@task
+def _keep(given, index, count):
+    """Some rows."""
+    x, stride, width, entries, pitch, slots, num_slots, column, told, what, rows = arguments(given, 11)
+    first, end = share(index, count, rows)
+    places, fine = integers(slots, rows), True
+    for row in range(first, end):
+        v = floats(x + 4 * row * stride, width)
+        for i in range(width):
+            fine = fine and abs(v[i]) <= _LARGEST
+        if 0 <= places[row] < num_slots:
+            y = floats(entries + 4 * (places[row] * pitch + column), width)
+            for i in range(width):
+                y[i] = v[i]
+        else:
+            integers(told, 1)[0] = 2
+    if not fine:
+        integers(told, 1)[0] = what
+    return 1
+
+
+def keep(x: Tensor, entries: Tensor, slots: Tensor, column: int, told: Tensor, what: int) -> None:
+    """Mutates entries [slots, width of an entry]: x [rows, width] goes to `slots` [rows], from a column on.
+
+    told  [1] int64: becomes `what` if a number is not finite, 2 if a slot does not exist
+    """
+    rows, width = x.shape
+    for each in (x, entries):
+        require_rows(each)
+    require_integers(slots)
+    require(column + width <= entries.shape[1] and len(slots) == rows, f"{rows} entries of {column + width} numbers", entries)
+    divided(
+        _keep, float(x.numel()), rows, x.data_ptr(), x.stride(0), width, entries.data_ptr(), entries.stride(0),
+        slots.data_ptr(), entries.shape[0], column, told.data_ptr(), what, rows,
+    )  # fmt: skip
+
+
 # ---- short convolutions ----------------------------------------------------------------------------------------------
 
 
@@ -45,7 +88,7 @@ def _short_conv(given, index, count):
     return 1
 
 
-def _require_pages(entries: Tensor, pages: Tensor, page_size: int) -> None:
+def require_pages(entries: Tensor, pages: Tensor, page_size: int) -> None:
     if pages.numel() and not 0 <= int(pages.min()) <= int(pages.max()) < len(entries) // page_size:
         raise ValueError(f"Expected pages below {len(entries) // page_size}, not {int(pages.min())} to {int(pages.max())}.")
 
@@ -54,10 +97,10 @@ def short_conv(entries: Tensor, weight: Tensor, bias: Tensor | None, rows: HostR
     """The convolution of each row's inputs with weight [taps, channels] over the positions up to its own: [rows, channels].
 
     entries  [slots, width], of which the first `channels` columns are the inputs, those of the rows included
+    Precondition: `require_pages`.
     """
     taps, channels = weight.shape
     require_rows(entries)
-    _require_pages(entries, rows.pages, rows.page_size)
     held, bias = vector(weight, taps, channels), vector(bias, channels)
     assert held is not None
     out, num = torch.empty(len(rows.position), channels, dtype=torch.float32), len(rows.position)
@@ -135,12 +178,20 @@ def _carry(start, keys, updates, left, count, d, width, out):
                 y[i] = fma(weight, row[i], y[i])
 
 
+@inlined
+def _finite(x, count):
+    v, fine = floats(x, count), True
+    for i in range(count):
+        fine = fine and abs(v[i]) <= _LARGEST
+    return fine
+
+
 @task
 def _recur(given, index, threads):
     """Some work items: one (piece, head) each. See `recur`."""
     (
         q, v, beta, entries, entry, at_key, at_update, at_decay, states, table, kept, pages, page_size, heads, group, d, width,
-        pieces, out, bad, items,
+        pieces, out, told, items,
     ) = arguments(given, 21)  # fmt: skip
     first, end = share(index, threads, items)
     size = d * width
@@ -150,7 +201,7 @@ def _recur(given, index, threads):
     g, scores = updates + 4 * CHUNK * width, updates + 4 * CHUNK * (width + 1)
     left, nothing = scores + 4 * CHUNK, scores + 4 * (2 * CHUNK + 8)
     read = nothing + 4 * size
-    decays, line, fine = floats(g, CHUNK), floats(read, width), True
+    decays, line, fine, known = floats(g, CHUNK), floats(read, width), True, True
     for item in range(first, end):
         head, piece = item % heads, integers(pieces + 8 * 7 * (item // heads), 7)
         own, ends = integers(table + 8 * piece[0] * pages, pages), integers(kept + 8 * piece[0] * pages, pages)
@@ -180,16 +231,18 @@ def _recur(given, index, threads):
                 continue
             x, y = q + 4 * (row * (heads // group) + head // group) * d, out + 4 * (row * heads + head) * width
             _read(state, keys, updates, left, count, x, d, width, scores, y)
+            known = known and _finite(y, width)
             row += 1
             if (at + 1) % CHUNK == 0:
                 after = states + 4 * size * (ends[at // page_size] * heads + head)
                 _carry(state, keys, updates, left, count, d, width, after)
+                known = known and _finite(after, size)  # that no row has read a part of it yet does not make it finite
                 state, count = after, 0
         if piece[6]:
             _decays(g, count, left)
             _carry(state, keys, updates, left, count, d, width, piece[6] + 4 * head * size)
-    if not fine:
-        integers(bad, 1)[0] = 1
+    if not (fine and known):
+        integers(told, 1)[0] = STATES if fine else UPDATES
     spaces[0] = _ZERO  # numba frees an array after its last use, whatever holds its address
     return 1
 
@@ -241,26 +294,48 @@ def recur(
     v [rows, heads, width]; beta [rows, heads]: without it, an update is v itself. Keys and log decays are in the memory.
     pages, ends [sequences, pages]: of each page of a sequence, where its entries and the state after it are
     """
+    require_pages(memory.entries, pages, page_size)
+    require_pages(memory.states, ends, 1)
+    address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
+    listed = [(p.sequence, p.row, p.start, p.count, p.since, address(p.initial), address(p.final)) for p in pieces]
+    told, rows = torch.zeros(1, dtype=torch.int64), sum(max(1, piece.count) for piece in pieces)
+    table = torch.tensor(listed, dtype=torch.int64)
+    out = recur_table(q, v, beta, memory, table, rows, pages, ends, page_size, told)
+    return None if int(told) == UPDATES else out
+
+
+def recur_table(
+    q: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    memory: LayerMemory,
+    pieces: Tensor,
+    rows: int,
+    pages: Tensor,
+    ends: Tensor,
+    page_size: int,
+    told: Tensor,
+) -> Tensor:
+    """`recur` of pieces [n, 7], as numbers: the fields of `Piece`, addresses or 0 for tensors. Precondition: `require_pages`.
+
+    rows  of all pieces, for the division of work
+    told  [1] int64: becomes `UPDATES` or `STATES`
+    """
     heads, d, width = memory.states.shape[1:]
-    require_integers(pages)
-    require_integers(ends)
+    for each in (pages, ends, pieces):
+        require_integers(each)
     require(ends.shape == pages.shape, f"states of {tuple(pages.shape)} pages", ends)
-    _require_pages(memory.entries, pages, page_size)
-    _require_pages(memory.states, ends, 1)
     for x, shape in ((q, (memory.key_heads, d)), (v, (heads, width)), *(() if beta is None else ((beta, (heads,)),))):
         require(x.dtype == torch.float32 and x.is_contiguous() and x.shape[1:] == shape, f"contiguous rows of {shape}", x)
     require(memory.entries.is_contiguous() and memory.states.is_contiguous(), "a contiguous memory", memory.states)
-    address = lambda x: 0 if x is None else x.data_ptr()  # noqa: E731
-    listed = [(p.sequence, p.row, p.start, p.count, p.since, address(p.initial), address(p.final)) for p in pieces]
-    table, bad, out = np.array(listed, np.int64), np.zeros(1, np.int64), torch.empty(v.shape, dtype=torch.float32)
-    items, rows = len(pieces) * heads, sum(max(1, piece.count) for piece in pieces)
+    out, items = torch.empty(v.shape, dtype=torch.float32), len(pieces) * heads
     divided(
-        _recur, 2.0 * rows * heads * (d + CHUNK) * width, items, q.data_ptr(), v.data_ptr(), address(beta),
-        memory.entries.data_ptr(), memory.entries.shape[1], *memory.at, memory.states.data_ptr(), pages.data_ptr(),
-        ends.data_ptr(), pages.shape[1], page_size, heads, heads // memory.key_heads, d, width, table.ctypes.data,
-        out.data_ptr(), bad.ctypes.data, items,
+        _recur, 2.0 * rows * heads * (d + CHUNK) * width, items, q.data_ptr(), v.data_ptr(),
+        0 if beta is None else beta.data_ptr(), memory.entries.data_ptr(), memory.entries.shape[1], *memory.at,
+        memory.states.data_ptr(), pages.data_ptr(), ends.data_ptr(), pages.shape[1], page_size, heads,
+        heads // memory.key_heads, d, width, pieces.data_ptr(), out.data_ptr(), told.data_ptr(), items,
     )  # fmt: skip
-    return None if bad[0] else out
+    return out
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------

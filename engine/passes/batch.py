@@ -15,6 +15,7 @@ from replaylens.engine.errors import InternalError, NonFinite
 from replaylens.engine.memory.pages import PagePool, PageTable, page_matrix
 from replaylens.engine.request.edits import Hook
 from replaylens.engine.request.placed import PlacedEdit
+from replaylens.kernels.definition import CHUNK
 
 if TYPE_CHECKING:
     from replaylens.kernels.cpu_attention import HostRows
@@ -72,6 +73,12 @@ class Batch:
         return any(edit.on_pattern and edit.touches(s.start, s.end) for s in self.segments for edit in s.edits)
 
     @property
+    def edits_inside(self) -> bool:
+        """Whether an edit changes the inside of an attention, or of a recurrence, whose rows begin with their chunk."""
+        states = ((edit, s) for s in self.segments for edit in s.edits if edit.inside and not edit.on_pattern)
+        return self.cuts_edges or any(edit.touches(s.start - s.start % CHUNK, s.end) for edit, s in states)
+
+    @property
     def sequence(self) -> NDArray[np.int32]:
         """The segment of every row."""
         return np.repeat(np.arange(len(self.segments), dtype=np.int32), np.diff(self.offsets))
@@ -120,6 +127,13 @@ def finite(x: Tensor, what: str) -> Tensor:
     if not fine:
         raise not_finite(what)
     return x
+
+
+TOLD = (
+    "", "keys or values", "keys or values", "inputs of a convolution", "keys", "decays", "updates of a recurrent state",
+    "recurrent states",
+)  # fmt: skip
+"""what kernels say that is not finite, by number"""
 
 
 def not_finite(what: str) -> NonFinite:

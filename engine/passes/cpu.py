@@ -8,31 +8,33 @@ path sums every product as one chain: its last bits differ now and then.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from replaylens.engine.errors import BadEdit
 from replaylens.engine.memory.cache import KVCache
-from replaylens.engine.model.config import Activation, Functions, Routing, choice_scores, weigh
-from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Packable, Rotary, expert_products
+from replaylens.engine.model.config import BARRED, Activation, Functions, Routing, choice_scores
+from replaylens.engine.model.layers import Conv, Experts, Linear, Norm, Packable, Rotary
 from replaylens.engine.model.ops import MASKED, AttentionSpec, Heads, Observer, Recurrence, TorchOps
 from replaylens.engine.passes.batch import Batch, not_finite
 from replaylens.engine.request.placed import PATTERN, PlacedEdit
+from replaylens.engine.terminal import Later
 from replaylens.kernels import cpu as portable
 from replaylens.kernels.cpu import PARTS, Panels, product
 from replaylens.kernels.cpu_attention import HostRows, attend, store
 from replaylens.kernels.threads import GRAIN
 
+if TYPE_CHECKING:
+    from replaylens.engine.passes.recurrent import MixedRows
+    from replaylens.kernels import cpu_experts as mixtures
+else:  # its kernels are compiled for mixtures only
+    mixtures = Later("replaylens.kernels.cpu_experts")
 
-def exact_sums(x: Tensor) -> Tensor:
-    """The sums of numbers in [0, 1] over the last dimension, as whole numbers in units of 2^-40: exact in any order."""
-    return ((x.double() * 2.0**40).long().sum(-1, keepdim=True).double() * 2.0**-40).float()
-
-
-FUNCTIONS = Functions(lambda x: portable.apply("exp", x), lambda x: portable.apply("sigmoid", x), exact_sums)
-"""exp, sigmoid and the sum of a row, for routing"""
+FUNCTIONS = Functions(lambda x: portable.apply("exp", x), lambda x: portable.apply("sigmoid", x))
+"""exp and sigmoid, for routing"""
 
 # ---- products --------------------------------------------------------------------------------------------------------
 # The matrix products of one model. A product has the same bits at any number of rows, on any number of threads and on any
@@ -115,7 +117,7 @@ class Cut:
 def cut_of(batch: Batch, layer: int, heads: int) -> Cut | None:
     """The cut edges of a layer; None if no edit cuts any."""
     site = f"blocks.{layer}.{PATTERN}"
-    if not any(edit.site == site for segment in batch.segments for edit in segment.edits):
+    if not any(edit.site == site and edit.touches(s.start, s.end) for s in batch.segments for edit in s.edits):
         return None
     most = max(segment.end for segment in batch.segments)
     mask = torch.zeros(batch.num_rows, heads, most, dtype=torch.int16)
@@ -171,10 +173,19 @@ class CpuRowOps(TorchOps):
 
     def experts_hidden(self, x: Tensor, chosen: Tensor, experts: Experts, kind: Activation) -> Tensor:
         up = self.products.of(experts, "up")
-        return self.activate(expert_products(x, chosen, up, experts.up_bias, self.products.product), kind, experts.gated)
+        found = mixtures.expert_products(rows_of(x), chosen, up, experts.up_bias, self.products.parts)
+        return self.activate(found, kind, experts.gated)
 
     def experts_out(self, hidden: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        return expert_products(hidden, chosen, self.products.of(experts, "down"), experts.down_bias, self.products.product)
+        down = self.products.of(experts, "down")
+        return mixtures.expert_products(rows_of(hidden), chosen, down, experts.down_bias, self.products.parts)
+
+    def combine(self, outs: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
+        rows = None if residual is None else rows_of(residual)
+        return mixtures.combine(outs.contiguous(), weights.contiguous(), rows)
+
+    def spread(self, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
+        return mixtures.spread(weights.contiguous(), chosen, experts)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         return portable.norm(rows_of(x), norm.weight, norm.bias, norm.eps, norm.kind)
@@ -204,8 +215,13 @@ class CpuRowOps(TorchOps):
     def choice_scores(self, logits: Tensor, routing: Routing, correction: Tensor | None) -> Tensor:
         return choice_scores(logits, routing, correction, FUNCTIONS)
 
+    def choose(self, scores: Tensor, routing: Routing) -> Tensor:
+        groups = routing.groups, routing.chosen_groups, routing.group_best
+        return mixtures.choose(rows_of(scores), routing.top, *groups, BARRED)
+
     def weigh(self, logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
-        return weigh(logits, chosen, routing, FUNCTIONS)
+        r = routing
+        return mixtures.weigh(rows_of(logits), chosen, r.kind, r.normalised, r.scale, r.floor, r.jitter)
 
 
 class CpuOps(CpuRowOps):
@@ -215,6 +231,12 @@ class CpuOps(CpuRowOps):
         """told  see `store`"""
         super().__init__(products)
         self.batch, self.cache, self.told = batch, cache, told
+
+    @cached_property
+    def mixed(self) -> "MixedRows":
+        from replaylens.engine.passes.recurrent import MixedRows  # its kernels are compiled for hybrids only
+
+        return MixedRows(self.batch, self.cache, self.told)
 
     def attend(self, heads: Heads, spec: AttentionSpec, observe: Observer | None = None) -> Tensor:
         q, kv = self._queries_and_kv(heads)
@@ -242,15 +264,15 @@ class CpuOps(CpuRowOps):
         return heads.q, heads.joined[:, num_queries:]
 
     def short_conv(self, x: Tensor, conv: Conv, layer: int, silu: bool = False) -> Tensor:
-        from replaylens.engine.passes.recurrent import convolve  # its kernels are compiled for hybrids only
+        from replaylens.engine.passes.recurrent import convolve
 
-        out = convolve(x, conv, layer, self.batch, self.cache)
+        out = convolve(x, conv, layer, self.cache, self.mixed)
         return self.activate(out, "silu", gated=False) if silu else out
 
     def recur(self, given: Recurrence, layer: int, observe: Callable[[Tensor], object] | None = None) -> Tensor:
         from replaylens.engine.passes.recurrent import Walk
 
-        walk = Walk(given, layer, self.batch, self.cache)
+        walk = Walk(given, layer, self.batch, self.cache, self.mixed)
         if observe is not None:
             observe(walk.states())
         return walk.out

@@ -10,6 +10,7 @@ which it shares with those that are not needed at the same time. Inputs and aren
 relative. All torch operations that move or compute numbers are kernels here, too; one that is not in `_TASKS` ends a recording.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from replaylens.engine.errors import InternalError
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.decoder import Decoder
-from replaylens.engine.passes.batch import Batch, not_finite
+from replaylens.engine.passes.batch import TOLD, Batch, not_finite
 from replaylens.engine.passes.cpu import CpuOps, Products
+from replaylens.engine.passes.edits_cpu import EditTable, TableTap
 from replaylens.engine.request.capture import PassTap
 from replaylens.kernels import threads
 from replaylens.kernels.cpu import pointwise
@@ -54,6 +56,10 @@ class RecordedShape(NamedTuple):
     """of a sequence's table, padded"""
     sites: frozenset[str]
     exact: bool
+    sequences: int = 0
+    """of a hybrid: a recurrent layer walks over each"""
+    edited: tuple[str, ...] = ()
+    """the sites of edits"""
 
 
 class _Watch(TorchDispatchMode):
@@ -93,24 +99,48 @@ def _made_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def _float(*tensors: Any) -> bool:
-    return all(isinstance(x, Tensor) and x.dtype is torch.float32 and 0 < x.dim() <= 3 and x.stride(-1) == 1 for x in tensors)
+    """Whether these are tensors as kernels read them."""
+    return all(
+        isinstance(x, Tensor) and x.dtype is torch.float32 and 0 < x.dim() <= 3 and (x.stride(-1) == 1 or x.shape[-1] == 1)
+        for x in tensors
+    )
+
+
+def _of_two(kind: str, x: Any, y: Any) -> Tensor | None:
+    """Either may have fewer numbers, which are then the same along a dimension."""
+    if not _float(x, y):
+        return None
+    shape = torch.broadcast_shapes(x.shape, y.shape)
+    x, y = (x, y) if x.shape == shape else (y, x)  # which of them comes first moves no bit
+    return pointwise(kind, x, y, _made_like(x)) if x.shape == shape else None
 
 
 def _add(x: Any, y: Any, *, alpha: Any = 1) -> Tensor | None:
-    return pointwise("add", x, y, _made_like(x)) if _float(x, y) and x.shape == y.shape and alpha == 1 else None
+    return _of_two("add", x, y) if alpha == 1 else None
 
 
 def _mul(x: Any, y: Any) -> Tensor | None:
-    if not _float(x):
-        return None
     if isinstance(y, float | int):
-        return pointwise("scale", x, None, _made_like(x), float(y))
-    return pointwise("mul", x, y, _made_like(x)) if _float(y) and x.shape == y.shape else None
+        return pointwise("scale", x, None, _made_like(x), float(y)) if _float(x) else None
+    return _of_two("mul", x, y)
+
+
+def _neg(x: Any) -> Tensor | None:
+    return _mul(x, -1.0)
 
 
 def _clamp(x: Any, low: Any = None, high: Any = None) -> Tensor | None:
-    both = _float(x) and isinstance(low, float | int) and isinstance(high, float | int) and low == -high
-    return pointwise("clamp", x, None, _made_like(x), float(high)) if both else None
+    if not _float(x) or not all(each is None or isinstance(each, float | int) for each in (low, high)):
+        return None
+    least, most = -math.inf if low is None else float(low), math.inf if high is None else float(high)
+    return pointwise("clamp", x, None, _made_like(x), most, least)
+
+
+def _gather(x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Tensor | None:
+    from replaylens.kernels.cpu_experts import gathered
+
+    fits = _float(x) and x.dim() == 2 and dim in (-1, 1) and index.dtype is torch.int64 and index.is_contiguous()
+    return gathered(x, index) if fits else None
 
 
 def _clone(x: Any, *, memory_format: Any = None) -> Tensor | None:
@@ -137,6 +167,8 @@ _TASKS: dict[Any, Callable[..., Tensor | None]] = {
     _aten.add.Tensor: _add,
     _aten.mul.Tensor: _mul,
     _aten.mul.Scalar: _mul,
+    _aten.neg.default: _neg,
+    _aten.gather.default: _gather,
     _aten.clamp.default: _clamp,
     _aten.clone.default: _clone,
     _aten.copy_.default: _copy,
@@ -162,6 +194,20 @@ class Extent:
     def within(self, given: Ints) -> NDArray[np.intp]:
         """Which of these arguments point into it. Numbers that are no addresses are below `_NO_ADDRESS`."""
         return np.flatnonzero((given >= self.first) & (given < self.first + self.size))
+
+
+class _Group(NamedTuple):
+    """Results of equal shape, one after another."""
+
+    at: int
+    count: int
+    size: int
+    """bytes of each"""
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def of(self, memory: Tensor) -> Sequence[Tensor]:
+        return memory[self.at : self.at + self.count * self.size].view(self.dtype).view(self.count, *self.shape).unbind()
 
 
 class WorkList:
@@ -196,20 +242,20 @@ class WorkList:
 
     def _left(
         self, results: list[Tensor], entering: Tensor, made: set[Extent]
-    ) -> tuple[list[tuple[int, int, int, torch.Size]], list[tuple[int, int] | None], list[Extent]]:
-        """Results side by side: groups of equal shape (where they begin, how many, bytes of each, shape), the group and number
-        of each result, and their places. None: what enters the first block."""
-        shapes = list(dict.fromkeys(x.shape for x in results))
-        groups, numbers, places, at = list[tuple[int, int, int, torch.Size]](), dict[int, tuple[int, int]](), list[Extent](), 0
-        for index, shape in enumerate(shapes):
-            own = {x.data_ptr(): Extent.of(x) for x in results if x.shape == shape and x.data_ptr() != entering.data_ptr()}
-            size = 4 * shape.numel()
+    ) -> tuple[list["_Group"], list[tuple[int, int] | None], list[Extent]]:
+        """Results side by side: groups of equal shape, the group and number of each result, and their places. None: what enters
+        the first block."""
+        groups, numbers, places, at = list[_Group](), dict[int, tuple[int, int]](), list[Extent](), 0
+        for index, (shape, dtype) in enumerate(dict.fromkeys((x.shape, x.dtype) for x in results)):
+            alike = [x for x in results if (x.shape, x.dtype) == (shape, dtype) and x.data_ptr() != entering.data_ptr()]
+            own = {x.data_ptr(): Extent.of(x) for x in alike}
+            size = dtype.itemsize * shape.numel()
             for number, (first, place) in enumerate(own.items()):
                 if place not in made or place.first != first or place.size != size or first in numbers:
                     raise NotImplementedError("A site that is no tensor of its own.")
                 numbers[first] = index, number
                 places.append(Extent(first, size, at + number * size))
-            groups.append((at, len(own), size, shape))
+            groups.append(_Group(at, len(own), size, shape, dtype))
             at += _lines(len(own) * size)
         return groups, [numbers.get(x.data_ptr()) for x in results], places
 
@@ -278,59 +324,67 @@ class RecordedPasses:
     """The recordings of one model on a CPU, by shape."""
 
     def __init__(self, model: Decoder, cache: KVCache, products: Products) -> None:
-        self.model, self.cache = model, cache
+        self.model, self.cache, self.recurs = model, cache, bool(cache.mixed)
         self.products = {True: products, False: products.in_one_chain()}
         self.told = torch.zeros(1, dtype=torch.int64)
         """where kernels say that keys or values are not finite"""
         self.recordings: OrderedDict[RecordedShape, WorkList] = OrderedDict()
-        self.unrecordable: dict[tuple[frozenset[str], bool], str] = {}
-        """what passes with these sites do that no kernel does"""
+        self.unrecordable: dict[tuple[frozenset[str], bool, tuple[str, ...]], str] = {}
+        """what passes with these sites, and edits of these, do that no kernel does"""
         self._seen: Counter[RecordedShape] = Counter()
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def run(self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool) -> RanPass | None:
+    def run(
+        self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool, edits: EditTable | None = None
+    ) -> RanPass | None:
         """All blocks over x [rows, d_model]. None: no pass of this shape is recorded, and it must be run as ever.
 
-        Precondition: no edit or hook function touches the rows.
+        edits  of the rows. Precondition: no other edit or hook function touches them
         """
-        shape = RecordedShape(batch.num_rows, batch.paged.pages.shape[1], sites, exact)
-        if shape.rows > MAX_ROWS or (sites, exact) in self.unrecordable:
+        edited, sequences = () if edits is None else edits.sites, len(batch.segments) * self.recurs
+        shape = RecordedShape(batch.num_rows, batch.paged.pages.shape[1], sites, exact, sequences, edited)
+        if shape.rows > MAX_ROWS or (sites, exact, edited) in self.unrecordable:
             return None
+        if shape not in self.recordings and self._seen[shape] + 1 < WORTH:
+            self._seen[shape] += 1
+            return None
+        ops = CpuOps(batch, self.cache, self.products[exact], self.told)
         inputs = [x, batch.positions, batch.write_slots, batch.paged.sequence, batch.paged.pages, batch.paged.order, self.told]
+        inputs += ops.mixed.inputs if self.recurs else []
+        inputs += [] if edits is None else [edits.numbers]
         if shape in self.recordings:
             self.recordings.move_to_end(shape)
             return self._replayed(self.recordings[shape], inputs)
-        self._seen[shape] += 1
-        return self._recorded(shape, batch, inputs) if self._seen[shape] >= WORTH else None
+        return self._recorded(shape, batch, ops, inputs, edits)
 
     def _replayed(self, recording: WorkList, inputs: list[Tensor]) -> RanPass:
         if recording.arena > len(self._arena):
             self._arena = torch.empty(recording.arena, dtype=torch.uint8)
         self.told.zero_()
         recording.run([self._arena.data_ptr(), *(each.data_ptr() for each in inputs)])
-        if bool(self.told):
-            raise not_finite("keys or values")
+        if told := int(self.told):
+            raise not_finite(TOLD[told])
         left = self._arena[: recording.left].clone()
-        found = [
-            left[at : at + count * size].view(torch.float32).view(count, *shape).unbind()
-            for at, count, size, shape in recording.groups
-        ]
+        found = [group.of(left) for group in recording.groups]
         residual, *values = (inputs[0] if where is None else found[where[0]][where[1]] for where in recording.results)
         return RanPass(residual, dict(zip(recording.names, values, strict=True)))
 
-    def _recorded(self, shape: RecordedShape, batch: Batch, inputs: list[Tensor]) -> RanPass | None:
+    def _recorded(
+        self, shape: RecordedShape, batch: Batch, ops: CpuOps, inputs: list[Tensor], edits: EditTable | None
+    ) -> RanPass | None:
         """Run a pass and record it. None if something in it is no kernel."""
-        tap, ops = PassTap(shape.sites), CpuOps(batch, self.cache, self.products[shape.exact], self.told)
+        tap = PassTap(shape.sites)
+        edited = tap if edits is None else TableTap(edits, tap)
         assert batch.paged.keys_seen  # a sum that must not be part of the recording
         self.told.zero_()
         try:
             with threads.written() as works, _Watch() as watch:
-                residual = self.model.run_blocks(inputs[0], batch.positions, ops, tap, 0, self.model.config.num_layers)
+                residual = self.model.run_blocks(inputs[0], batch.positions, ops, edited, 0, self.model.config.num_layers)
                 own = {Extent.of(x) for x in (inputs[0], *watch.made)}
                 values = {site: x if Extent(x.data_ptr(), x.nbytes) in own else x.clone() for site, x in tap.values.items()}
             recording = WorkList(works, inputs, watch.made, residual, values)
         except NotImplementedError as error:
-            self.unrecordable[shape.sites, shape.exact] = str(error)
+            self.unrecordable[shape.sites, shape.exact, shape.edited] = str(error)
             return None
         truth = RanPass(residual, tap.values)
         found = self._replayed(recording, inputs)

@@ -1,7 +1,9 @@
 """Recurrent layers on a CPU: what a pass keeps of them in the cache, and edits of their states."""
 
+import ctypes
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,47 +11,83 @@ from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.model.layers import Conv
 from replaylens.engine.model.ops import Recurrence
 from replaylens.engine.model.sites import STATE
-from replaylens.engine.passes.batch import Batch, Segment, finite, not_finite
+from replaylens.engine.passes.batch import TOLD, Batch, Segment, finite, not_finite
 from replaylens.engine.request.placed import PlacedEdit
-from replaylens.kernels.cpu_recurrent import LayerMemory, Piece, recur, short_conv
+from replaylens.kernels.cpu_recurrent import LayerMemory, Piece, keep, recur, recur_table, require_pages, short_conv
 from replaylens.kernels.definition import CHUNK
 
 
-def convolve(x: Tensor, conv: Conv, layer: int, batch: Batch, cache: KVCache) -> Tensor:
+class MixedRows:
+    """Where the rows of a pass have their part of the recurrent layers' memory, the same in all layers."""
+
+    def __init__(self, batch: Batch, cache: KVCache, told: Tensor | None = None) -> None:
+        """told  [1] int64, zero: where kernels say what is not finite, as `TOLD` counts"""
+        self.told = torch.zeros(1, dtype=torch.int64) if told is None else told
+        self.slots, pages = cache.entry_slots(batch.write_slots), batch.paged.pages
+        self.rows = replace(batch.paged, pages=cache.entry_of[pages].long())
+        self.ends = cache.state_of[pages].long()
+        """rooms of the sequences' states: [sequences, pages]"""
+        require_pages(cache.entries[0], self.rows.pages, self.rows.page_size)
+        require_pages(cache.states[0], self.ends, 1)
+        starts = np.array([segment.start for segment in batch.segments])
+        counts, nothing = np.diff(batch.offsets), np.zeros_like(starts)
+        since = starts - starts % CHUNK
+        pieces = np.arange(len(starts)), np.array(batch.offsets[:-1]), starts, counts, since, nothing, nothing
+        self.pieces = torch.from_numpy(np.stack(pieces, axis=1))
+        """a `Piece` of each segment without edits of its state: [sequences, 7]"""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """What differs between passes of one shape."""
+        return [self.slots, self.rows.pages, self.ends, self.pieces]
+
+    def require_finite(self) -> None:
+        if told := ctypes.c_int64.from_address(self.told.data_ptr()).value:  # a tenth of int(told)
+            raise not_finite(TOLD[told])
+
+
+def convolve(x: Tensor, conv: Conv, layer: int, cache: KVCache, mixed: MixedRows) -> Tensor:
     """x [rows, channels], convolved with what comes before each row. Mutates the cache at the rows of the batch."""
     entries = cache.entries[cache.mixed[layer]]
-    entries[cache.entry_slots(batch.write_slots), : x.shape[1]] = finite(x, "inputs of a convolution")
-    return short_conv(entries, conv.weight, conv.bias, replace(batch.paged, pages=cache.entry_of[batch.paged.pages].long()))
+    keep(x if x.stride(-1) == 1 else x.contiguous(), entries, mixed.slots, 0, mixed.told, TOLD.index("inputs of a convolution"))
+    mixed.require_finite()
+    return short_conv(entries, conv.weight, conv.bias, mixed.rows)
 
 
 class Walk:
     """The rows of a pass through one recurrent layer. Edits of states cut a sequence into pieces: later rows begin with the
     edited state, which later passes compute again from the pages."""
 
-    def __init__(self, given: Recurrence, layer: int, batch: Batch, cache: KVCache) -> None:
+    def __init__(self, given: Recurrence, layer: int, batch: Batch, cache: KVCache, mixed: MixedRows) -> None:
         """Mutates the cache at the rows of the batch."""
-        mixer, slots, entries = cache.mixer, cache.entry_slots(batch.write_slots), cache.entries[cache.mixed[layer]]
+        mixer, entries = cache.mixer, cache.entries[cache.mixed[layer]]
         assert mixer is not None  # the layer recurs
         inputs, keys, updates, _ = mixer.columns
-        entries[slots, inputs:keys] = finite(given.k, "keys").flatten(1)
-        entries[slots, updates:] = finite(given.decay, "decays")
+        keep(given.k.flatten(1), entries, mixed.slots, inputs, mixed.told, TOLD.index("keys"))
+        keep(given.decay.contiguous(), entries, mixed.slots, updates, mixed.told, TOLD.index("decays"))
+        mixed.require_finite()
         self.memory = LayerMemory(entries, cache.states[cache.mixed[layer]], (inputs, keys, updates), mixer.key_heads)
         self.batch, site = batch, f"blocks.{layer}.{STATE}"
-        self.state_of, pages = cache.state_of, batch.paged.pages
-        self.tables = cache.entry_of[pages].long(), cache.state_of[pages].long()
-        """rooms of the sequences' entries and states: [sequences, pages] each"""
+        self.state_of, self.tables = cache.state_of, (mixed.rows.pages, mixed.ends)
         self.given = (
             given.q.contiguous(),
             given.v.contiguous(),
             None if given.strength is None else given.strength.contiguous(),
         )
-        self.out = torch.empty(given.v.shape, dtype=torch.float32)
         self.begun: list[tuple[int, Piece]] = []
         """(segment, piece with rows of it)"""
         self.edited: dict[int, Tensor] = {}
         """packed row -> the state that an edit left after it"""
-        plain = [i for i, segment in enumerate(batch.segments) if not any(edit.site == site for edit in segment.edits)]
-        self._run([self._piece(i, batch.segments[i].start, batch.segments[i].end) for i in plain])
+        touched = lambda s, edit: edit.site == site and edit.touches(s.start - s.start % CHUNK, s.end)  # noqa: E731
+        plain = [i for i, s in enumerate(batch.segments) if not any(touched(s, edit) for edit in s.edits)]
+        pieces = [self._piece(i, batch.segments[i].start, batch.segments[i].end) for i in plain]
+        if len(plain) == len(batch.segments):
+            size, rows = batch.pool.page_size, batch.num_rows
+            self.out = recur_table(*self.given, self.memory, mixed.pieces, rows, *self.tables, size, mixed.told)
+            mixed.require_finite()
+            return
+        self.out = torch.empty(given.v.shape, dtype=torch.float32)
+        self._run(pieces)
         for i in range(len(batch.segments)):
             if i not in plain:
                 self._walk(i, batch.segments[i], [edit for edit in batch.segments[i].edits if edit.site == site])
@@ -77,9 +115,6 @@ class Walk:
         found = recur(*self.given, self.memory, pieces, *self.tables, self.batch.pool.page_size)
         if found is None:
             raise not_finite("updates of a recurrent state")
-        if sum(piece.count for piece in pieces) == len(self.out):  # the usual case: no state is edited
-            self.out = finite(found, "recurrent states")
-            return
         for piece in pieces:
             own = slice(piece.row, piece.row + piece.count)
             self.out[own] = finite(found[own], "recurrent states")

@@ -286,11 +286,9 @@ class Runner:
 
     @cached_property
     def recorded(self) -> "RecordedPasses | None":
-        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, since they
-        need more than what enters, or since a recurrent layer's lists of pieces differ from pass to pass."""
+        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, or since they
+        need more than what enters."""
         if self.kernels or self.device != "cpu" or self.model.stages or self.elsewhere is not None or 0 not in self.entries:
-            return None
-        if any(self.model.config.has("mixer", layer) for layer in range(self.model.config.num_layers)):
             return None
         from replaylens.engine.passes.recorded import RecordedPasses
 
@@ -392,7 +390,7 @@ class Runner:
         pool.reserve(table := PageTable(), 0, num_rows)
         cache = self._cache(pool, kernels=self.kernels)
         batch = Batch([Segment(table, 0, tokens, 1, edits)], pool, self.device)
-        edited = self._edited(batch, tap)
+        edited = self._edited(batch, tap, recorder is not None)
         outer = None if edited is None else UneditedTap(frozenset(edit.site for edit in edits), edited)
         with self._held():
             if recorder is None:
@@ -470,11 +468,17 @@ class Runner:
 
     def _from_recording(self, x: Tensor, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
         """All blocks over x by a recorded pass, as `_launched` would run them. None: there is none."""
-        if self.recorded is None or not isinstance(tap, PassTap | None) or any(s.edits or s.hooks for s in batch.segments):
+        if self.recorded is None or batch.edits_inside:
             return None
-        ran = self.recorded.run(x, batch, frozenset() if tap is None else tap.wanted, exact)
-        if ran is not None and tap is not None:
-            tap.values.update(ran.values)
+        from replaylens.engine.passes.edits_cpu import TableTap
+
+        edits = tap.table if isinstance(tap, TableTap) else None
+        inner = tap.inner if isinstance(tap, TableTap) else tap
+        if not isinstance(inner, PassTap | None):  # hook functions
+            return None
+        ran = self.recorded.run(x, batch, frozenset() if inner is None else inner.wanted, exact, edits)
+        if ran is not None and inner is not None:
+            inner.values.update(ran.values)
         return None if ran is None else ran.residual
 
     def ops(self, batch: Batch, cache: KVCache, exact: bool = True) -> Ops:
@@ -531,22 +535,31 @@ class Runner:
     def _program(self, batch: Batch) -> "EditProgram | None":
         return self.program([(s.start, len(s.tokens), s.edits, s.tokens) for s in batch.segments])
 
-    def _edited(self, batch: Batch, tap: Tap | None) -> Tap | None:
-        """The tap, called after the edits and hooks of the batch. None if nothing is kept or edited."""
+    def _edited(self, batch: Batch, tap: Tap | None, by_torch: bool = False) -> Tap | None:
+        """The tap, called after the edits and hooks of the batch. None if nothing is kept or edited.
+
+        by_torch  the edits are torch's operations, which a recorder writes down
+        """
         if isinstance(tap, PassTap) and not tap.wanted:
             tap = None
         if self.one_device:
-            return self._edited_on(batch, tap, self.model.device)
+            return self._edited_on(batch, tap, self.model.device, by_torch)
         inner = None if tap is None else HomeTap(tap, self.model.device)
-        return PlacedTap({s.device: self._edited_on(batch, inner, s.device) for s in self.stages})
+        return PlacedTap({s.device: self._edited_on(batch, inner, s.device, by_torch) for s in self.stages})
 
-    def _edited_on(self, batch: Batch, tap: Tap | None, device: torch.device) -> Tap | None:
+    def _edited_on(self, batch: Batch, tap: Tap | None, device: torch.device, by_torch: bool) -> Tap | None:
         """As `_edited`, for the layers on one device."""
         if not any(s.edits or s.hooks for s in batch.segments):
             return tap
-        if not self._uses_kernels(device):
+        kernels = self._uses_kernels(device)
+        if by_torch and not kernels:
             return EditTap(batch, tap)
         inner = EditTap(batch, tap, edits=False) if any(s.hooks for s in batch.segments) else tap
+        if not kernels:
+            from replaylens.engine.passes.edits_cpu import EditTable, TableTap  # its kernels are compiled for edits only
+
+            table = EditTable(batch, sites.table(self.model.config))
+            return TableTap(table, inner) if table.sites else inner
         if (program := self._program(batch)) is None:
             return inner
         from replaylens.engine.passes.edits_cuda import ProgramTap, Vectors

@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadEdit, BadRequest, Caveat, UnsupportedModel
 from replaylens.engine.model.config import Latent, MixtureConfig, ModelConfig, Routing
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.layers import expert_products
 from replaylens.engine.passes import cpu
-from replaylens.engine.passes.cpu import Products
 from replaylens.engine.request.edits import Edit
+from replaylens.kernels import cpu_experts
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from tests.engine.reference import random_decoder
@@ -52,7 +54,8 @@ def model() -> Decoder:
 def test_experts_in_library_products_are_found(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with a library's products of an expert's rows, a row has other bits in company."""
     assert same_by_row(model)
-    monkeypatch.setattr(Products, "product", lambda self, x, weight: x @ weight.weight())
+    library: Any = lambda x, chosen, panels, bias, parts: expert_products(x, chosen, panels.weight(), bias, torch.matmul)  # noqa: E731
+    monkeypatch.setattr(cpu_experts, "expert_products", library)
     assert not same_by_row(model)
 
 

@@ -16,8 +16,9 @@ from replaylens.engine.passes.recorded import Extent, RecordedPasses
 from replaylens.kernels import cpu
 from tests.devices import swept
 from tests.engine.reference import same_bits
-from tests.families import MORE, NAMES, hugging_face
+from tests.families import BOTH_NAMES, LATENT_NAMES, MORE, NAMES, hugging_face
 from tests.hostile import divide_everything
+from tests.mixtures import MIXTURES
 from tests.toy_model import random_model
 
 ENDLESS = rl.Sampling(ignore_eos=True)
@@ -58,20 +59,18 @@ def unrecorded(model: Any, monkeypatch: pytest.MonkeyPatch, sites: str = SITES) 
     return found
 
 
-FAMILIES = (*NAMES, *MORE)
-"""without recurrent layers, and with"""
+FAMILIES = tuple(dict.fromkeys((*NAMES, *MORE, *LATENT_NAMES, *BOTH_NAMES, *MIXTURES)))
+"""of every kind: dense, latent attention, mixtures, recurrent layers, and several of these"""
+HYBRIDS = ("lfm2", "qwen3-next", "mamba2", "falcon-h1")
 
 
 @pytest.mark.parametrize(
     "name",
-    swept(FAMILIES, "gpt2", "gemma2", "bloom"),
+    swept(FAMILIES, "gpt2", "gemma2", "bloom", "deepseek-v3-groups", "qwen2-moe", "gpt-oss", "phimoe", *HYBRIDS),
 )
 def test_every_family_has_its_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = hugging_face(name)
     engine = Engine.load(model)
-    if engine.runner.recorded is None:
-        assert any(engine.model.config.has("mixer", layer) for layer in range(engine.model.config.num_layers))
-        return
     truth = unrecorded(model, monkeypatch)
     assert differing(everything(engine), truth) == []
     assert recordings(engine).recordings and not recordings(engine).unrecordable
@@ -243,7 +242,7 @@ def test_places_do_not_overlap_while_they_are_needed() -> None:
 
 @pytest.mark.parametrize("kind, expected", [
     ("copy", lambda x, y: x), ("add", lambda x, y: x + y), ("mul", lambda x, y: x * y),
-    ("scale", lambda x, y: x * 0.3), ("clamp", lambda x, y: x.clamp(-0.3, 0.3)),
+    ("scale", lambda x, y: x * 0.3), ("clamp", lambda x, y: x.clamp(-0.2, 0.3)),
 ])  # fmt: skip
 @pytest.mark.parametrize("shape", [(5,), (4, 5), (3, 4, 5)])
 def test_single_numbers_as_torch_computes_them(kind: str, expected: Callable[..., Tensor], shape: tuple[int, ...]) -> None:
@@ -251,4 +250,6 @@ def test_single_numbers_as_torch_computes_them(kind: str, expected: Callable[...
     x, y = (torch.randn(*shape[:-1], 11, generator=generator)[..., 3:8] for _ in range(2))
     x[..., 0], y[..., 1] = float("nan"), float("inf")
     out = torch.empty(*shape[:-1], 9)[..., 2:7]
-    assert same_bits(cpu.pointwise(kind, x, y, out, 0.3).contiguous(), expected(x, y).contiguous())
+    assert same_bits(cpu.pointwise(kind, x, y, out, 0.3, -0.2).contiguous(), expected(x, y).contiguous())
+    for few in (y[..., 2:3], y[(0,) * (y.dim() - 1)]) if kind in ("add", "mul") else ():
+        assert same_bits(cpu.pointwise(kind, x, few, out).contiguous(), expected(x, few).contiguous())
