@@ -161,7 +161,8 @@ class PendingRows:
 
     def wait(self) -> None:
         """Return when all rows are there; raises what went wrong in transfer."""
-        self._landed.wait()
+        if self._waiting:
+            self._landed.wait()
         if self._error is not None:
             raise self._error
 

@@ -89,10 +89,6 @@ class Sent(Protocol):
         ...
 
 
-_OF_EACH = 8
-"""rows of a branch that are copied from each site, not from all sites together"""
-
-
 class PassTap:
     """Keeps the wanted sites of one pass by reference: the decoder never changes them in place."""
 
@@ -101,7 +97,6 @@ class PassTap:
         self.values: Rows = {}
         self.sent: dict[str, tuple[Sent, Mapping[int, int] | None]] = {}
         """where rows are kept -> rows being copied there, and packed row -> row of those; None: they are the same"""
-        self._stacked: dict[tuple[str, ...], list[tuple[tuple[str, ...], Tensor]]] = {}
 
     def wants(self, site: str) -> bool:
         return site in self.wanted
@@ -112,32 +107,33 @@ class PassTap:
 
     def rows(self, sites: Iterable[str], start: int, end: int) -> Rows:
         """A copy of packed rows [start, end) of these sites, on the CPU."""
-        return dict(self.take(tuple(sites), range(start, end)))
+        return {site: self.values[site][start:end].cpu().clone() for site in sites}
 
     def take(self, sites: tuple[str, ...], packed: Sequence[int], keep: str = "host") -> Mapping[str, Tensor]:
-        """Some packed rows of these sites, in order. Precondition: if they were sent, then all of these, one after another."""
-        if keep in self.sent:
-            sent, row_of = self.sent[keep]
-            first = packed[0] if row_of is None else row_of[packed[0]]
-            return sent.view(sites, first, first + len(packed))
-        consecutive = len(packed) > 0 and packed[-1] - packed[0] == len(packed) - 1
-        which = slice(packed[0], packed[-1] + 1) if consecutive else list(packed)
-        found: Rows = {}
-        if sites and consecutive and len(packed) >= _OF_EACH and not self.values[sites[0]].is_cuda:  # one copy, not two
-            for names in self.of_one_shape(sites):
-                parts = [self.values[name][which] for name in names]
-                whole = torch.stack(parts, out=_unmapped(parts[0], (len(parts), *parts[0].shape)))
-                found.update(zip(names, whole.unbind(), strict=True))
-            return {site: found[site] for site in sites}
-        if sites not in self._stacked:
-            self._stacked[sites] = [(names, x.cpu()) for names, x in self.stacked(sites)]
-        for names, x in self._stacked[sites]:  # a copy, so that a long-lived branch does not keep the whole pass alive
-            found.update(zip(names, (x[:, which].clone() if consecutive else x[:, which]).unbind(), strict=True))
-        return {site: found[site] for site in sites}
+        """Some packed rows of these sites, in order, without a copy. Precondition: all of these were sent, one after another."""
+        if not sites:
+            return {}
+        sent, row_of = self.sent[keep]
+        first = packed[0] if row_of is None else row_of[packed[0]]
+        return sent.view(sites, first, first + len(packed))
 
-    def stacked(self, sites: Iterable[str]) -> list[tuple[tuple[str, ...], Tensor]]:
-        """Sites of equal shape together, [sites, rows, ...]: one transfer per pass, not one per site and branch."""
-        return [(names, torch.stack([self.values[site] for site in names])) for names in self.of_one_shape(sites)]
+    def stacked(self, sites: Iterable[str], packed: Sequence[int], num_rows: int) -> list[tuple[tuple[str, ...], Tensor]]:
+        """Some packed rows of sites, those of equal shape together, [sites, rows, ...]: one copy per pass, not one per site and
+        branch. `num_rows`: the rows of the pass; if all are wanted, they need not be picked out."""
+        groups, index = self.of_one_shape(sites), torch.tensor(packed) if len(packed) < num_rows else None
+        found = []
+        for names in groups:
+            parts = [self.values[site] for site in names]
+            if parts[0].device.type != "cpu":
+                x = torch.stack(parts)
+                index = None if index is None else index.to(x.device, non_blocking=True)
+                x = x[:, :num_rows] if index is None else x.index_select(1, index)
+            else:
+                x = _unmapped(parts[0], (len(parts), len(packed), *parts[0].shape[1:]))
+                for part, rows in zip(parts, x, strict=True):
+                    rows.copy_(part[:num_rows]) if index is None else torch.index_select(part, 0, index, out=rows)
+            found.append((names, x))
+        return found
 
     def of_one_shape(self, sites: Iterable[str]) -> list[tuple[str, ...]]:
         groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
