@@ -17,7 +17,7 @@ from replaylens.engine.passes import lens as readout
 from replaylens.engine.passes.lens import KnownLenses
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
 from replaylens.engine.records import LensSpec
-from replaylens.engine.request.capture import HEAD_SITES, Chunk, PassTap, joined_rows, sliced_rows
+from replaylens.engine.request.capture import HEAD_SITES, Chunk, JoinedRows, PassTap, sliced_rows
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
 # Acceptance: which drafts are accepted, and which token follows them.
@@ -256,7 +256,7 @@ class PassRows:
             parts.append(self.runner.kept(self.runner.head(self._values(spec.last, packed), head), spec.keep))
         if spec.lens is not None:
             parts.append(self._z(spec.lens, spec.keep, packed, [emitted[p - start] for p in positions]))
-        return Chunk(start, end, positions, parts[0] if len(parts) == 1 else joined_rows(parts))
+        return Chunk(start, end, positions, parts[0] if len(parts) == 1 else JoinedRows(parts))
 
     def _z(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
         """Z of some rows; read again if they do not end as foreseen, such as at a stop string."""
