@@ -17,7 +17,7 @@ from replaylens.engine.passes import lens as readout
 from replaylens.engine.passes.lens import KnownLenses
 from replaylens.engine.passes.runner import Keep, PassResult, Runner
 from replaylens.engine.records import LensSpec
-from replaylens.engine.request.capture import HEAD_SITES, Chunk, PassTap, joined_rows, sliced_rows
+from replaylens.engine.request.capture import HEAD_SITES, Chunk, JoinedRows, PassTap, sliced_rows
 
 # ---- verify ----------------------------------------------------------------------------------------------------------
 # Acceptance: which drafts are accepted, and which token follows them.
@@ -221,8 +221,8 @@ class PassRows:
             for turn in turns:
                 spec = turn.job.lane.capture
                 if spec is not None and spec.keep == keep and turn.job.lane.recording is not None:
-                    segments = [(i, batch.segments[i]) for i in turn.segments]
-                    found = [row for i, s in segments for row in self._packed(turn.job.lane, i, s.start, s.end)]
+                    first, segments = turn.first_to_record, [(i, batch.segments[i].end) for i in turn.segments]
+                    found = [row for i, end in segments for row in self._packed(turn.job.lane, i, first, max(first, end))]
                     packed += found
                     names |= dict.fromkeys(site for site in spec.recorded if site not in HEAD_SITES and found)
             self.runner.send(self.tap, tuple(names), packed, batch.num_rows, keep)
@@ -256,7 +256,7 @@ class PassRows:
             parts.append(self.runner.kept(self.runner.head(self._values(spec.last, packed), head), spec.keep))
         if spec.lens is not None:
             parts.append(self._z(spec.lens, spec.keep, packed, [emitted[p - start] for p in positions]))
-        return Chunk(start, end, positions, parts[0] if len(parts) == 1 else joined_rows(parts))
+        return Chunk(start, end, positions, parts[0] if len(parts) == 1 else JoinedRows(parts))
 
     def _z(self, lens: LensSpec, keep: Keep, packed: Sequence[int], emitted: list[int]) -> SiteRows:
         """Z of some rows; read again if they do not end as foreseen, such as at a stop string."""
@@ -295,9 +295,8 @@ class PassRows:
             follows[-1] = lane.record.tokens[turn.end]
         if verdict is not None and chain == verdict.chain:
             follows[len(turn.rows) - 1 + verdict.num_accepted] = verdict.token
-        assert lane.recording is not None and lane.capture is not None
-        start = max(turn.start, lane.recording.end - lane.recording.open_end)
-        end = turn.start + len(tokens)
+        assert lane.capture is not None
+        start, end = turn.first_to_record, turn.start + len(tokens)
         if not lane.capture.rejected and verdict is not None:
             end = turn.end + verdict.num_accepted if chain == verdict.chain else start
         kept = lane.kept(start, max(start, end))
@@ -400,12 +399,6 @@ class Committer:
         for table in turn.tables[1:]:
             self.runner.pool.release(table)
 
-    def first_to_record(self, turn: Turn) -> int:
-        """Where recording goes on: computing KV again leaves recorded rows alone."""
-        recording = turn.job.lane.recording
-        assert recording is not None
-        return max(turn.start, recording.end - recording.open_end)
-
     def _captured(
         self, turn: Turn, outcome: Outcome, rows: "PassRows | Mapping[str, Tensor] | None"
     ) -> tuple[Chunk, bool] | None:
@@ -416,7 +409,7 @@ class Committer:
         known = lane.record.tokens  # a complete turn's may end in drafts; a part of a prompt's are final
         added = [*turn.chains[outcome.chain][: outcome.accepted], *outcome.pending]
         length = turn.end + len(added) if turn.complete else len(known)
-        computed, start = turn.end + outcome.accepted, self.first_to_record(turn)
+        computed, start = turn.end + outcome.accepted, turn.first_to_record
         end = min(computed, length - lane.capture.lag)
         if isinstance(rows, PassRows) and job.remaining == 0 and computed == length:
             end = computed  # no token follows yet: the last row's end is open. After a burst, a pass reads that row

@@ -310,3 +310,10 @@ class Turn:
     def deciding(self) -> bool:
         """Whether the pass decides what comes next."""
         return self.complete and self.job.remaining > 0 and not self.drafting
+
+    @property
+    def first_to_record(self) -> int:
+        """Where recording goes on: computing KV again leaves recorded rows alone. Precondition: the lane keeps rows."""
+        recording = self.job.lane.recording
+        assert recording is not None
+        return max(self.start, recording.end - recording.open_end)

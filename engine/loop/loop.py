@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class Packer:
     """Reads turns: their rows, the sites to keep of them, their place in a burst."""
 
-    def __init__(self, runner: Runner, committer: Committer) -> None:
-        self.runner, self.committer = runner, committer
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
 
     def segments(self, turn: Turn) -> list[Segment]:
         """The rows of a turn in a pass: those of its next draft, or its own followed by each of its chains."""
@@ -81,7 +81,7 @@ class Packer:
         spec, lane = turn.job.lane.capture, turn.job.lane
         if spec is None or lane.recording is None:
             return None
-        kept = lane.kept(self.committer.first_to_record(turn), turn.start + steps)
+        kept = lane.kept(turn.first_to_record, turn.start + steps)
         if isinstance(kept, range):
             return BurstCapture(spec, range(kept.start - turn.start, kept.stop - turn.start, kept.step))
         return BurstCapture(spec, [position - turn.start for position in kept])
@@ -142,7 +142,7 @@ class Loop:
         self.lanes: dict[int, Lane] = {}
         self.queue = JobQueue(runner, tree, prefix, drafters, max_rows)
         self.committer = Committer(runner, tree, self.lanes, self.queue.changed)
-        self.packer, self.endings = Packer(runner, self.committer), Endings(text)
+        self.packer, self.endings = Packer(runner), Endings(text)
         self.reservations = Reservations(runner, prefix, self.lanes, self.queue)
         self.admission = Admission(runner, drafters, self.queue, self.reservations, max_rows, lone_rows)
         self.bursts: Bursts | None = None

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from replaylens.engine.passes.edits_cuda import EditProgram, Vectors
     from replaylens.engine.passes.graphs import PassGraphs, PlacedGraphs
     from replaylens.engine.passes.recorded import RecordedPasses
-    from replaylens.engine.passes.transfer import HostCopy
+    from replaylens.engine.passes.transfer import HostCopy, PendingRows
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
 # Taps that edit the sites of a pass, one segment after another. On a GPU, edits run as an `EditProgram`.
@@ -234,6 +234,8 @@ class Runner:
         self.device = model.device.type
         self.kernels = self.device != "cpu"
         """whether the arithmetic is that of our kernels. Tests set it on a CPU, where Triton's interpreter runs them"""
+        self._sparse: list[PendingRows] = []
+        """blocks of captured rows of which few are wanted any more"""
         self.graphs: PassGraphs | PlacedGraphs | None = None
         """captured passes; None on a CPU, where every pass is launched"""
         self.cache = self._cache(self.pool, canary, state_tokens=state_tokens)
@@ -572,22 +574,23 @@ class Runner:
     # ---- captured rows ------------------------------------------------------------------------------------------
 
     def send(self, tap: PassTap, names: Sequence[str], packed: Sequence[int], num_rows: int, keep: Keep) -> None:
-        """Start the way of captured rows to where they are kept; `tap.take` then gives them out. On a CPU they are there.
+        """Start the way of captured rows to where they are kept; `tap.take` then gives them out. On a CPU they are there: they
+        move out of the pass's memory, all together.
 
         packed    the rows that are wanted, in order
-        num_rows  the rows of the pass; if all are wanted, they need not be picked out
+        num_rows  the rows of the pass
         """
-        if self.device == "cpu" or not names or not packed:
+        if not names or not packed:
             return
-        groups = tap.stacked(names)
-        if len(packed) == num_rows:
-            groups = [(group, x[:, :num_rows]) for group, x in groups]
-        else:
-            index = torch.tensor(packed).to(self.device, non_blocking=True)
-            groups = [(group, x.index_select(1, index)) for group, x in groups]
         from replaylens.engine.passes.transfer import PendingRows
 
-        sent = PendingRows(groups, 0) if keep == "device" else self.host_copy.send(groups)
+        while self._sparse:
+            self._sparse.pop().compact()
+        groups = tap.stacked(names, packed, num_rows)
+        if self.device == "cpu":
+            sent = PendingRows(groups, 0, self._sparse.append)
+        else:
+            sent = PendingRows(groups, 0) if keep == "device" else self.host_copy.send(groups)
         tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
 
     def kept(self, rows: Rows, keep: Keep) -> Mapping[str, Tensor]:

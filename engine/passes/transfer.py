@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import InternalError
-from replaylens.engine.request.capture import Place, PlacedRows
+from replaylens.engine.request.capture import Place, PlacedRows, Run
 from replaylens.engine.terminal import defer_interrupt
 
 # ---- ring ------------------------------------------------------------------------------------------------------------
@@ -161,7 +161,8 @@ class PendingRows:
 
     def wait(self) -> None:
         """Return when all rows are there; raises what went wrong in transfer."""
-        self._landed.wait()
+        if self._waiting:
+            self._landed.wait()
         if self._error is not None:
             raise self._error
 
@@ -214,6 +215,10 @@ class RowView(PlacedRows):
         """Where a row lies, by its number."""
         block = self._block
         return (self._rows, number, None) if block is None else (block, self._first + number, None)
+
+    def runs(self, first: int, count: int) -> list[Run]:
+        block = self._block
+        return [(self._rows, None, first, count) if block is None else (block, None, self._first + first, count)]
 
     def names(self) -> Collection[str]:
         return self._sites

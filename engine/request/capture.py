@@ -89,10 +89,6 @@ class Sent(Protocol):
         ...
 
 
-_OF_EACH = 8
-"""rows of a branch that are copied from each site, not from all sites together"""
-
-
 class PassTap:
     """Keeps the wanted sites of one pass by reference: the decoder never changes them in place."""
 
@@ -101,7 +97,6 @@ class PassTap:
         self.values: Rows = {}
         self.sent: dict[str, tuple[Sent, Mapping[int, int] | None]] = {}
         """where rows are kept -> rows being copied there, and packed row -> row of those; None: they are the same"""
-        self._stacked: dict[tuple[str, ...], list[tuple[tuple[str, ...], Tensor]]] = {}
 
     def wants(self, site: str) -> bool:
         return site in self.wanted
@@ -112,32 +107,35 @@ class PassTap:
 
     def rows(self, sites: Iterable[str], start: int, end: int) -> Rows:
         """A copy of packed rows [start, end) of these sites, on the CPU."""
-        return dict(self.take(tuple(sites), range(start, end)))
+        return {site: self.values[site][start:end].cpu().clone() for site in sites}
 
     def take(self, sites: tuple[str, ...], packed: Sequence[int], keep: str = "host") -> Mapping[str, Tensor]:
-        """Some packed rows of these sites, in order. Precondition: if they were sent, then all of these, one after another."""
-        if keep in self.sent:
-            sent, row_of = self.sent[keep]
-            first = packed[0] if row_of is None else row_of[packed[0]]
-            return sent.view(sites, first, first + len(packed))
-        consecutive = len(packed) > 0 and packed[-1] - packed[0] == len(packed) - 1
-        which = slice(packed[0], packed[-1] + 1) if consecutive else list(packed)
-        found: Rows = {}
-        if sites and consecutive and len(packed) >= _OF_EACH and not self.values[sites[0]].is_cuda:  # one copy, not two
-            for names in self.of_one_shape(sites):
-                parts = [self.values[name][which] for name in names]
-                whole = torch.stack(parts, out=_unmapped(parts[0], (len(parts), *parts[0].shape)))
-                found.update(zip(names, whole.unbind(), strict=True))
-            return {site: found[site] for site in sites}
-        if sites not in self._stacked:
-            self._stacked[sites] = [(names, x.cpu()) for names, x in self.stacked(sites)]
-        for names, x in self._stacked[sites]:  # a copy, so that a long-lived branch does not keep the whole pass alive
-            found.update(zip(names, (x[:, which].clone() if consecutive else x[:, which]).unbind(), strict=True))
-        return {site: found[site] for site in sites}
+        """Some packed rows of these sites, in order, where they were sent to. Precondition: all were, one after another."""
+        if not sites:
+            return {}
+        sent, row_of = self.sent[keep]
+        first = packed[0] if row_of is None else row_of[packed[0]]
+        return sent.view(sites, first, first + len(packed))
 
-    def stacked(self, sites: Iterable[str]) -> list[tuple[tuple[str, ...], Tensor]]:
-        """Sites of equal shape together, [sites, rows, ...]: one transfer per pass, not one per site and branch."""
-        return [(names, torch.stack([self.values[site] for site in names])) for names in self.of_one_shape(sites)]
+    def stacked(self, sites: Iterable[str], packed: Sequence[int], num_rows: int) -> list[tuple[tuple[str, ...], Tensor]]:
+        """Some packed rows of sites, [sites, rows, ...], sites of one shape together: one copy per pass, not one per branch.
+
+        num_rows  the rows of the pass; if all are wanted, they need not be picked out
+        """
+        groups, index = self.of_one_shape(sites), torch.tensor(packed) if len(packed) < num_rows else None
+        found = []
+        for names in groups:
+            parts = [self.values[site] for site in names]
+            if parts[0].device.type != "cpu":
+                x = torch.stack(parts)
+                index = None if index is None else index.to(x.device, non_blocking=True)
+                x = x[:, :num_rows] if index is None else x.index_select(1, index)
+            else:
+                x = _unmapped(parts[0], (len(parts), len(packed), *parts[0].shape[1:]))
+                for part, rows in zip(parts, x, strict=True):
+                    rows.copy_(part[:num_rows]) if index is None else torch.index_select(part, 0, index, out=rows)
+            found.append((names, x))
+        return found
 
     def of_one_shape(self, sites: Iterable[str]) -> list[tuple[str, ...]]:
         groups: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
@@ -158,6 +156,8 @@ class RowBlock(Protocol):
 
 Place = tuple[RowBlock, int, Mapping[str, str] | None]
 """a block of rows, the number of a row in it, and site -> its name there; None: they are the same"""
+Run = tuple[RowBlock, Mapping[str, str] | None, int, int]
+"""a block of rows, site -> its name there as of a `Place`, and consecutive rows in it: the first, and how many"""
 
 
 class NamedRows(Mapping[str, Tensor]):
@@ -166,6 +166,10 @@ class NamedRows(Mapping[str, Tensor]):
     @abstractmethod
     def names(self) -> Collection[str]:
         """The sites, in order."""
+
+    def runs(self, first: int, count: int) -> list[Run]:
+        """Where `count` rows lie, from row `first` on."""
+        return [(self, None, first, count)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -192,10 +196,17 @@ class LazyRows(NamedRows):
         return self._read(site)
 
 
-def joined_rows(parts: Iterable[Mapping[str, Tensor]]) -> LazyRows:
+class JoinedRows(NamedRows):
     """Several mappings as one."""
-    source = {site: part for part in parts for site in part}
-    return LazyRows(source.keys, lambda site: source[site][site])
+
+    def __init__(self, parts: Iterable[Mapping[str, Tensor]]) -> None:
+        self.part = {site: part for part in parts for site in part}
+
+    def names(self) -> Collection[str]:
+        return self.part.keys()
+
+    def __getitem__(self, site: str) -> Tensor:
+        return self.part[site][site]
 
 
 def sliced_rows(rows: Mapping[str, Tensor], first: int, end: int) -> LazyRows:
@@ -209,6 +220,9 @@ class PlacedRows(NamedRows):
     @abstractmethod
     def place(self, number: int) -> Place:
         """Where a row lies."""
+
+    def runs(self, first: int, count: int) -> list[Run]:
+        return [(block, names, row, 1) for block, row, names in map(self.place, range(first, first + count))]
 
 
 @dataclass
@@ -233,6 +247,13 @@ class Chunk:
         """Where the row of a position lies."""
         number = self.first + self.positions.index(position)
         return self.rows.place(number) if isinstance(self.rows, PlacedRows) else (self.rows, number, None)
+
+    def runs(self, sites: Iterable[str]) -> list[Run]:
+        """Where the rows of some sites lie."""
+        rows, count = self.rows, len(self.positions)
+        if isinstance(rows, JoinedRows) and len(parts := {id(rows.part[site]): rows.part[site] for site in sites}) == 1:
+            (rows,) = parts.values()
+        return rows.runs(self.first, count) if isinstance(rows, NamedRows) else [(rows, None, self.first, count)]
 
     def upto(self, length: int) -> "Chunk":
         """The part before position `length`."""
@@ -334,7 +355,11 @@ class Recording:
             expected = chunk.end
 
     def sites(self) -> list[str]:
-        return next(([x for x in chunk.rows if not x.startswith(SCORED)] for chunk in self.chunks if chunk.rows), [])
+        return [site for site in self._captured() if not site.startswith(SCORED)]
+
+    def _captured(self) -> Collection[str]:
+        """The names of all that was captured, scores included."""
+        return next((chunk.rows for chunk in self.chunks if chunk.rows), ())
 
     def has_scores(self, name: str) -> bool:
         """Whether the scores of a `Scorer` were recorded with the rows."""
@@ -432,6 +457,17 @@ class Recording:
         """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
         return self._pieces(self._named(site))
 
+    def runs(self, sites: Sequence[str]) -> list[Run]:
+        """Where the rows of some sites lie, in order. The caller must not change them. Precondition: they have no keys."""
+        names = {site: self._named(site) for site in sites}
+        found = [run for chunk in self.chunks if chunk.positions for run in chunk.runs(names.values())]
+        if all(site == name for site, name in names.items()):
+            return found
+        return [
+            (block, {site: name if there is None else there[name] for site, name in names.items()}, first, count)
+            for block, there, first, count in found
+        ]
+
     def _named(self, site: str) -> str:
         """The captured site with the rows of that name; UnknownSite if it was not captured."""
         self.require_here()
@@ -453,10 +489,10 @@ class Recording:
 
     def _found(self, name: str) -> str | None:
         """The captured site with the rows of that name."""
-        site, captured = self.aliases.get(name, name), self.sites()
+        site, captured = self.aliases.get(name, name), self._captured()
         if site not in captured:
             site = self.twins.get(site, "")
-        return site if site in captured else None
+        return site if site in captured and not site.startswith(SCORED) else None
 
     def _pieces(self, site: str) -> list[Tensor]:
         """The rows of a captured site, chunk by chunk."""
@@ -513,14 +549,14 @@ def _copied(picks: Sequence[_Picks], sites: Iterable[str], total: int) -> Rows:
                 x = with_keys(site, with_keys(site, x[rows], found.keys), longest)
             if site not in made:
                 made[site] = x.new_empty(total, *x.shape[1:])
-            _scatter(made[site], targets, x, torch.arange(len(rows)) if keys else rows)
+            scatter(made[site], targets, x, torch.arange(len(rows)) if keys else rows)
     return made
 
 
 _MANY = 16
 
 
-def _scatter(made: Tensor, targets: Tensor, x: Tensor, rows: Tensor) -> None:
+def scatter(made: Tensor, targets: Tensor, x: Tensor, rows: Tensor) -> None:
     """Mutates: made[targets] = x[rows]. Many rows on a CPU in the calling thread: one that works beside a pass must not have
     torch start as many as there are cores."""
     if len(rows) >= _MANY and x.device.type == "cpu" and x.is_contiguous() and x.numel():

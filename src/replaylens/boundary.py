@@ -34,7 +34,7 @@ engine.request.placed engine.request.scores engine.request.values engine.request
 engine.request.edits.BatchHook engine.request.edits.NamedHook
 engine.request.capture.CaptureSpec engine.request.capture.Chunk engine.request.capture.LazyRows
 engine.request.capture.PassTap engine.request.positions engine.request.capture.NamedRows
-engine.request.capture.joined_rows engine.request.capture.sliced_rows
+engine.request.capture.JoinedRows engine.request.capture.sliced_rows
 engine.request.sampling.Sampling.bare engine.request.sampling.Sampling.plain_greedy
 engine.request.capture.Recording.add engine.request.capture.Recording.end engine.request.capture.with_keys
 tasks.boxes tasks.coin tasks.coin_resets tasks.coins tasks.counts tasks.fork tasks.hops tasks.shell tasks.texts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from replaylens.dumps import content
-from replaylens.dumps.content import Content, Pieces, concatenate, count_accepted, first_difference
+from replaylens.dumps.content import Content, Joiner, Layout, Pieces, concatenate, count_accepted, end_to_end, first_difference
 
 ROWS = 6
 ACCEPTED = [True, True, False, True, False, True]
@@ -106,13 +106,33 @@ def test_the_first_of_two_differences_is_named() -> None:
     assert other is not None and other.what == "sites" and "'x'" in other.there and "Z.top_ids" in other.here
 
 
+@pytest.mark.parametrize("size", [1, 64, 1 << 20])
+@pytest.mark.parametrize("pieces", [2, 23, 24, 40])
+def test_rows_are_gathered_from_where_passes_left_them(size: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in any order out of pieces that hold other rows, too: few pieces of many runs each, and as many pieces as runs."""
+    monkeypatch.setattr(content, "_BLOCK", size)
+    draw = np.random.default_rng(pieces)
+    held = [torch.from_numpy(draw.standard_normal((int(draw.integers(5, 9)), 2, 3))) for _ in range(pieces)]
+    held[0] = held[0].mT.contiguous().mT  # a piece that is not contiguous
+    runs = [(int(draw.integers(pieces)), int(draw.integers(3)), int(draw.integers(3))) for _ in range(95)]
+    expected = torch.cat([held[piece][first : first + count] for piece, first, count in runs])
+    layout = Layout(runs)
+    blocks = [block.clone() for block in Joiner().blocks(held, layout)]
+    assert torch.equal(torch.cat(blocks), expected) and len(blocks) == (1 if size > 1 << 16 else len(blocks)) <= len(runs)
+    again = Layout(runs)
+    made = Pieces({"x": (held, again), "y": ([2 * x for x in held], again)})
+    assert torch.equal(made["y"], 2 * expected) and torch.equal(made["x"], expected) and again.rows == len(expected)
+    made["x"].zero_()
+    assert made["x"] is made["x"] and not made["x"].any() and any(x.any() for x in held), "the copy is its own"
+
+
 def test_how_content_is_laid_out_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of a column, its width, the order of columns and tensors, strides, pieces and blocks of any size."""
     expected = Content(tensors(), table()).digests()
     parts = [table().slice(0, 2), table().slice(2, 3), table().slice(5, 1)]
     wide = table().set_column(table().column_names.index("label"), "label", table().column("label").cast(pa.int64()))
     turned = table().select(list(reversed(table().column_names)))
-    pieces = Pieces({name: list(x.split([1, 2, 3])) for name, x in tensors().items()})
+    pieces = Pieces({name: end_to_end(*x.split([1, 2, 3])) for name, x in tensors().items()})
     strided = {name: x.transpose(0, 1).contiguous().transpose(0, 1) for name, x in reversed(tensors().items())}
     for made in (
         Content(tensors(), concatenate(parts)), Content(tensors(), wide), Content(pieces, turned), Content(strided, table()),
@@ -120,7 +140,7 @@ def test_how_content_is_laid_out_does_not_count(monkeypatch: pytest.MonkeyPatch)
         assert made.digests() == expected
     for size in (1, 9, 40):
         monkeypatch.setattr(content, "_BLOCK", size)
-        assert Content(Pieces({name: list(x.split(1)) for name, x in tensors().items()}), table()).digests() == expected
+        assert Content(Pieces({name: end_to_end(*x.split(1)) for name, x in tensors().items()}), table()).digests() == expected
     whole = Content(tensors(), table())
     assert whole.select(np.array(ACCEPTED)).digests() == whole.accepted().digests() and count_accepted(table()) == 4
     assert whole.of_examples([2, 0]).index.column("example").to_pylist() == [0, 0, 0, 2]

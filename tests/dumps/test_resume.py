@@ -20,7 +20,7 @@ import torch
 import replaylens as rl
 from replaylens.dumps import content as module
 from replaylens.dumps import writer as dump_writer
-from replaylens.dumps.content import Content, Joiner, Pieces, RowHash, first_difference
+from replaylens.dumps.content import Content, Joiner, Pieces, RowHash, end_to_end, first_difference
 from replaylens.dumps.lock import DumpLock, LockOwner, lock_name
 from replaylens.dumps.maker import ShardMaker, make_plan, write_dump
 from replaylens.dumps.manifest import Manifest, PlanFile, ShardParts
@@ -717,7 +717,7 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 def test_pieces_have_the_digest_and_the_file_of_joined_rows(reference: Dump, size: int, cuts: list[int]) -> None:
     content = reference.files.content(0)
     cut = Content(
-        Pieces({site: list(x.tensor_split(cuts)) for site, x in content.tensors.items()}),
+        Pieces({site: end_to_end(*x.tensor_split(cuts)) for site, x in content.tensors.items()}),
         content.index,
     )
     assert cut.digests() == content.digests()
@@ -737,7 +737,7 @@ def test_blocks_are_joined_in_the_same_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_BLOCK", 100)
     rows = [torch.full((n, 4), float(i)) for i, n in enumerate([1, 2, 50, 1, 1, 0, 1, 70, 2, 1])]
     joiner, found, copies = Joiner(), list[torch.Tensor](), set[int]()
-    for block in joiner.blocks(rows):
+    for block in joiner.blocks(*end_to_end(*rows)):
         found.append(block.clone())
         if len(block) < 50:
             copies.add(block.data_ptr())

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.records import Identifier
+from replaylens.engine.request.capture import scatter
 from replaylens.engine.terminal import Later
 
 if TYPE_CHECKING:
@@ -27,21 +28,52 @@ else:
     torch = Later("torch")
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
-# `Pieces`: the rows of a shard's sites as they were captured, branch by branch, joined only when somebody asks for a tensor.
+# `Pieces`: the rows of a shard's sites where passes left them, brought together only when somebody asks for a tensor.
 #
-# Files and digests take the pieces in blocks, which a `Joiner` copies into the same memory again and again. Joining them all in
-# fresh memory would cost more than computing the rows on a GPU. Handling them one by one would, too: a thread that writes or
+# Files and digests take rows in blocks, which a `Joiner` gathers in the same memory again and again. Joining them all in fresh
+# memory would cost more than computing the rows on a GPU. Handling them branch by branch would, too: a thread that writes or
 # hashes waits for the interpreter after each of them.
 
 _BLOCK = 1 << 24
-"""bytes of a block, at most; larger pieces are blocks of their own"""
+"""bytes of a block, at most; longer runs of rows are blocks of their own"""
+_SCATTERED = 4
+"""runs of each piece, on average, from which on it pays to take all of a piece's rows at once"""
+
+
+class Layout:
+    """Rows as runs of consecutive rows of some pieces. Sites that are captured together share a layout."""
+
+    def __init__(self, runs: Iterable[tuple[int, int, int]]) -> None:
+        """`runs`, in order: which piece, its first row, how many rows. Precondition: there is at least one."""
+        self.runs = list(runs)
+        self.rows = sum(count for _, _, count in self.runs)
+        self._picks: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = {}
+
+    def joined(self, pieces: Sequence[Tensor], first: int, end: int, out: Tensor) -> None:
+        """Fill `out` with the rows of runs [first, end)."""
+        runs = self.runs[first:end]
+        if len({piece for piece, _, _ in runs}) * _SCATTERED > len(runs):
+            torch.cat([pieces[piece][at : at + count] for piece, at, count in runs], out=out)
+            return
+        for piece, targets, rows in self._picked(first, end):
+            scatter(out, targets, pieces[piece], rows)
+
+    def _picked(self, first: int, end: int) -> list[tuple[int, Tensor, Tensor]]:
+        """(piece, where its rows go, its rows) of runs [first, end)."""
+        if (first, end) not in self._picks:
+            piece, at, count = np.array(self.runs[first:end], dtype=np.int64).T
+            targets = np.arange(count.sum())
+            rows, piece = targets + np.repeat(at - np.cumsum(count) + count, count), np.repeat(piece, count)
+            own = [(number, np.flatnonzero(piece == number)) for number in np.unique(piece).tolist()]
+            self._picks[first, end] = [(n, torch.from_numpy(there), torch.from_numpy(rows[there])) for n, there in own]
+        return self._picks[first, end]
 
 
 class Pieces(Mapping[str, "Tensor"]):
     """Tensors [rows, ...] by site."""
 
-    def __init__(self, pieces: Mapping[str, list[Tensor]]) -> None:
-        """Precondition: every site has at least one piece, and nobody changes them."""
+    def __init__(self, pieces: Mapping[str, tuple[Sequence[Tensor], Layout]]) -> None:
+        """Precondition: nobody changes the pieces."""
         self._pieces = dict(pieces)
         self._own: set[str] = set()
         """sites whose rows are shared with nobody"""
@@ -49,9 +81,9 @@ class Pieces(Mapping[str, "Tensor"]):
     def __getitem__(self, site: str) -> Tensor:
         """All rows of a site, which the caller may change: they are shared with this object alone."""
         if site not in self._own:
-            self._pieces[site] = [torch.cat(self._pieces[site])]
+            self._pieces[site] = end_to_end(joined(*self._pieces[site]))
             self._own.add(site)
-        return self._pieces[site][0]
+        return self._pieces[site][0][0]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._pieces)
@@ -59,13 +91,25 @@ class Pieces(Mapping[str, "Tensor"]):
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def pieces(self, site: str) -> list[Tensor]:
+    def pieces(self, site: str) -> tuple[Sequence[Tensor], Layout]:
         return self._pieces[site]
 
 
-def pieces_of(tensors: Mapping[str, Tensor], site: str) -> list[Tensor]:
-    """The pieces of a site in order, of which there is at least one."""
-    return tensors.pieces(site) if isinstance(tensors, Pieces) else [tensors[site]]
+def end_to_end(*pieces: Tensor) -> tuple[Sequence[Tensor], Layout]:
+    """All rows of some pieces, one after another."""
+    return pieces, Layout((number, 0, len(x)) for number, x in enumerate(pieces))
+
+
+def pieces_of(tensors: Mapping[str, Tensor], site: str) -> tuple[Sequence[Tensor], Layout]:
+    """The pieces of a site, of which there is at least one, and their layout."""
+    return tensors.pieces(site) if isinstance(tensors, Pieces) else end_to_end(tensors[site])
+
+
+def joined(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
+    """All rows, in fresh memory."""
+    made = pieces[0].new_empty((layout.rows, *pieces[0].shape[1:]))
+    layout.joined(pieces, 0, len(layout.runs), made)
+    return made
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -74,32 +118,32 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 class Joiner:
-    """Copies rows into memory that it uses again."""
+    """Gathers rows in memory that it uses again."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def blocks(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    def blocks(self, pieces: Sequence[Tensor], layout: Layout) -> Iterator[Tensor]:
         """The rows of one site in contiguous blocks. Each is valid until the next one is asked for."""
-        waiting: list[Tensor] = []
-        size = 0
-        for piece in pieces:
-            if waiting and size + piece.nbytes > _BLOCK:
-                yield self._joined(waiting)
-                waiting, size = [], 0
-            waiting.append(piece)
-            size += piece.nbytes
-        if waiting:
-            yield self._joined(waiting)
+        first, size, each = 0, 0, math.prod(pieces[0].shape[1:]) * pieces[0].element_size()
+        for number, (_, _, count) in enumerate(layout.runs):
+            if number > first and size + count * each > _BLOCK:
+                yield self._joined(pieces, layout, first, number)
+                first, size = number, 0
+            size += count * each
+        yield self._joined(pieces, layout, first, len(layout.runs))
 
     def rows(self, block: Tensor, chosen: Tensor) -> Tensor:
         """Some rows of a block, by number; valid until the next call."""
         return torch.index_select(block, 0, chosen, out=self._room(block, len(chosen)))
 
-    def _joined(self, pieces: list[Tensor]) -> Tensor:
-        if len(pieces) == 1:
-            return pieces[0].contiguous()
-        return torch.cat(pieces, out=self._room(pieces[0], sum(piece.shape[0] for piece in pieces)))
+    def _joined(self, pieces: Sequence[Tensor], layout: Layout, first: int, end: int) -> Tensor:
+        if end - first == 1:
+            piece, at, count = layout.runs[first]
+            return pieces[piece][at : at + count].contiguous()
+        room = self._room(pieces[0], sum(count for _, _, count in layout.runs[first:end]))
+        layout.joined(pieces, first, end, room)
+        return room
 
     def _room(self, like: Tensor, rows: int) -> Tensor:
         size = rows * math.prod(like.shape[1:]) * like.element_size()
@@ -112,7 +156,7 @@ def blocks_of(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Every site's rows in blocks, of which each site has at least one, sorted by site; a block is valid until the next."""
     joiner = Joiner()
     for name in sorted(tensors):
-        for block in joiner.blocks(pieces_of(tensors, name)):
+        for block in joiner.blocks(*pieces_of(tensors, name)):
             yield name, block
 
 

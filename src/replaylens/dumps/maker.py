@@ -282,7 +282,7 @@ def describe_sites(engine: Engine, content: Content) -> dict[str, SiteEntry]:
     letters = {name: letter for letter in "STC" for name in engine.sites.per_layer(letter)}
     found = {}
     for name in content.tensors:
-        x = pieces_of(content.tensors, name)[0]
+        x = pieces_of(content.tensors, name)[0][0]
         aliases = () if name.startswith(("Z.", PREFIX, PROBES)) else engine.sites.sites[name].aliases
         letter = "Z" if name.startswith("Z.") else letters.get(name)
         dtype = str(x.dtype).removeprefix("torch.")

@@ -11,13 +11,13 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from replaylens.dumps.content import CORE, Content, Pieces
+from replaylens.dumps.content import CORE, Content, Layout, Pieces, end_to_end, joined
 from replaylens.dumps.plan import PROBES, DumpPlan, ExamplePath, matched, to_tensors
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest, InternalError, NotCertified, UnknownSite
 from replaylens.engine.passes import lens as readout
 from replaylens.engine.records import LensSpec
-from replaylens.engine.request.capture import Rows
+from replaylens.engine.request.capture import RowBlock, Rows
 from replaylens.engine.request.values import as_int, short_repr
 from replaylens.engine.serving.watch import scorers
 from replaylens.replay.replayer import Result, own_edits
@@ -248,13 +248,18 @@ def _final_rows(engine: Engine, paths: list[ExamplePath], final: str, edited: bo
 
 
 def _tensors(engine: Engine, plan: DumpPlan, paths: list[ExamplePath], rows: np.ndarray) -> Pieces:
-    """The kept rows of every stored site."""
-    chosen = torch.from_numpy(rows)
-    found = {site: [_cast(site, piece, plan.dtype) for piece in _pieces(paths, site, chosen)] for site in plan.sites}
+    """The kept rows of every stored site: where passes left them if all are kept as they are."""
+    chosen, found = torch.from_numpy(rows), dict[str, tuple[Sequence[Tensor], Layout]]()
+    placed, layout = _placed(paths, plan.sites)
+    for site, pieces in placed.items():
+        if layout.rows > len(rows) or pieces[0].dtype is not getattr(torch, plan.dtype):
+            found[site] = end_to_end(_cast(site, _chosen_of(pieces, layout, chosen), plan.dtype))
+        else:
+            found[site] = pieces, layout
     lens = _lens_rows(engine, plan.lens, paths, chosen) if plan.lens is not None else {}
     sparse = _feature_rows(plan, paths, chosen) if plan.features else {}
     scored = _probe_rows(plan, paths, chosen) if plan.probes else {}
-    return Pieces(found | {name: [x] for name, x in (lens | sparse | scored).items()})
+    return Pieces(found | {name: end_to_end(x) for name, x in (lens | sparse | scored).items()})
 
 
 def _feature_rows(plan: DumpPlan, paths: list[ExamplePath], chosen: Tensor) -> Rows:
@@ -290,21 +295,29 @@ def _captured(plan: DumpPlan, paths: list[ExamplePath], site: str) -> str:
     )
 
 
-def _pieces(paths: list[ExamplePath], site: str, chosen: Tensor) -> list[Tensor]:
-    """The chosen rows of all rows of the paths, in the given order. As captured, without a copy, if all are chosen in order."""
-    pieces = [piece for path in paths for piece in path.recording.pieces(site)]
-    alike = len({piece.shape[1:] for piece in pieces}) == 1
-    if (
-        alike and sum(piece.shape[0] for piece in pieces) == len(chosen) and bool((chosen.diff() == 1).all())
-    ):  # of as many, all in order
-        return pieces
-    return [torch.cat(pieces)[chosen]]
+def _placed(paths: list[ExamplePath], sites: Sequence[str]) -> tuple[dict[str, list[Tensor]], Layout]:
+    """All rows of the paths at some sites, where passes left them."""
+    found: dict[tuple[int, int], int] = {}
+    blocks, runs = list[tuple[RowBlock, Mapping[str, str] | None]](), list[tuple[int, int, int]]()
+    for path in paths:
+        for block, names, first, count in path.recording.runs(sites):
+            number = found.setdefault((id(block), id(names)), len(blocks))
+            if number == len(blocks):
+                blocks.append((block, names))
+            runs.append((number, first, count))
+    return {s: [block[s if names is None else names[s]] for block, names in blocks] for s in sites}, Layout(runs)
+
+
+def _chosen_of(pieces: Sequence[Tensor], layout: Layout, chosen: Tensor) -> Tensor:
+    made = joined(pieces, layout)
+    every = len(chosen) == len(made) and bool((chosen.diff() == 1).all())  # of as many, all in order
+    return made if every else made[chosen]
 
 
 def _gather(paths: list[ExamplePath], site: str, chosen: Tensor) -> Tensor:
-    """The same rows as one tensor."""
-    pieces = _pieces(paths, site, chosen)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    """The chosen rows of all rows of the paths, in order, as a copy."""
+    placed, layout = _placed(paths, [site])
+    return _chosen_of(placed[site], layout, chosen)
 
 
 def _lens_rows(engine: Engine, spec: LensSpec, paths: list[ExamplePath], chosen: Tensor) -> Rows:

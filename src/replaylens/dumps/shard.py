@@ -50,8 +50,8 @@ def write_shard(file: HashingFile, tensors: Mapping[str, Tensor], beside: RowHas
     """
     header, offset = {}, 0
     for name in sorted(tensors):
-        pieces = pieces_of(tensors, name)
-        x, rows = pieces[0], sum(piece.shape[0] for piece in pieces)
+        pieces, layout = pieces_of(tensors, name)
+        x, rows = pieces[0], layout.rows
         end = offset + rows * math.prod(x.shape[1:]) * x.element_size()
         code = _CODES[str(x.dtype).removeprefix("torch.")]
         header[name] = {"dtype": code, "shape": [rows, *x.shape[1:]], "data_offsets": [offset, end]}

@@ -1,6 +1,6 @@
 """The thoughts of a Thinking-States model: their record, their captured rows, and the sites that these have."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import Site, SiteTable
-from replaylens.engine.request.capture import Recording, Rows
+from replaylens.engine.request.capture import Recording, Rows, Run
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
 
@@ -176,11 +176,16 @@ class ThinkingRecording(Recording):
     def _empty(self, base: int) -> "ThinkingRecording":
         return ThinkingRecording(self.thoughts, self.wanted, base)
 
-    def sites(self) -> list[str]:
-        return [*super().sites(), *self.wanted] if self.chunks else []
+    def _captured(self) -> Collection[str]:
+        return [*super()._captured(), *self.wanted] if self.chunks else []
 
     def pieces(self, site: str) -> list[Tensor]:
         return [self.thoughts.rows(site, self.base, self.end)] if site in self.wanted else super().pieces(site)
+
+    def runs(self, sites: Sequence[str]) -> list[Run]:
+        if not any(site in self.wanted for site in sites):
+            return super().runs(sites)
+        return [({site: self.peek(site) for site in sites}, None, 0, self.end - self.base)]
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------
