@@ -17,6 +17,7 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadWeights, MissingTensor, NotEnoughMemory
 from replaylens.engine.machine import total_memory
+from replaylens.engine.memory.cache import free_on
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import Packable
@@ -186,9 +187,7 @@ class Divider(Protocol):
 
 def free_memory(device: torch.device) -> int:
     """Bytes; of a CPU those of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return total_memory()
+    return free_on(device) if device.type == "cuda" else total_memory()
 
 
 class Filler:
