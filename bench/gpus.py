@@ -1,4 +1,4 @@
-"""`python -m bench gpus`: shared memory and registers of every kernel in every tile that the rules choose, for GPUs that are not here.
+"""`python -m bench gpus`: shared memory and registers of every kernel in every tile that the rules choose, on GPUs elsewhere.
 
 Triton compiles for a GPU without one. Launches on tensors of a CPU, with the facts of each known GPU imposed, end in its own
 compilation instead of a launch, so that what is compiled is what a launch there would compile. Nothing is computed.
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from itertools import product
 from multiprocessing import get_context
@@ -33,8 +33,8 @@ REGISTERS, OF_BLOCK = 255, 65536
 HEADS = (64, 96, 128, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 MODULES = (
-    "attention", "edges", "edit", "grouped", "lens", "matmul", "norm", "parts", "prefill", "recurrent", "recurrent_rows", "rope",
-    "route", "sample", "shared", "split",
+    "attention", "edges", "edit", "grouped", "lens", "matmul", "norm", "parts", "prefill", "recurrent", "recurrent_rows",
+    "rope", "route", "sample", "shared", "split",
 )  # fmt: skip
 """of kernels"""
 _TILE = ("ROWS", "COLUMNS", "DEPTH", "HEAD", "REST", "BLOCK", "STAGES")
@@ -52,6 +52,8 @@ class Compiled:
     dtype: str
     tile: str
     shared: int
+    rule: int
+    """bytes that `kernels/launch.py` reckons with; 0: its size is the same everywhere"""
     limit: int
     registers: int
     threads: int
@@ -60,12 +62,14 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        return self.shared <= self.limit and self.registers <= REGISTERS and self.registers * self.threads <= OF_BLOCK
+        room = self.shared <= self.limit and (not self.rule or self.shared <= self.rule)
+        return room and self.registers <= REGISTERS and self.registers * self.threads <= OF_BLOCK
 
     def __str__(self) -> str:
         what = f"{self.gpu:6} sm_{self.sm:<4} {self.kernel.strip('_').removesuffix('_kernel'):12} {self.dtype:9} {self.tile:46}"
         more = f"{self.registers:>4} registers" + (f", {self.spilled} bytes spilled" if self.spilled else "")
-        return f"{what} {self.shared:>9,} of {self.limit:,} bytes, {more}{'' if self.fits else '  DOES NOT FIT'}"
+        more += "" if self.fits else f"  DOES NOT FIT (rule: {self.rule:,})"
+        return f"{what} {self.shared:>9,} of {self.limit:,} bytes, {more}"
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -109,7 +113,9 @@ def compiling(gpu: Gpu, found: dict[Any, Compiled]) -> Iterator[None]:
             tile += [f"{made.metadata.num_warps} warps", f"{made.metadata.num_stages} stages"]
             registers, spilled = _resources(made.asm["cubin"])
             name, threads = self.fn.__name__, 32 * getattr(made.metadata, "warps", made.metadata.num_warps)
-            row = (gpu.name, elsewhere.sm, name, next(floats, "-"), ", ".join(tile), made.metadata.shared, gpu.shared)
+            dtype, shared = next(floats, "-"), made.metadata.shared
+            rule = _rule(name, given, made.metadata, dtype, gpu)
+            row = (gpu.name, elsewhere.sm, name, dtype, ", ".join(tile), shared, rule, gpu.shared)
             found[key] = Compiled(*row, registers, threads, spilled)
             _KEPT.append(made)
         return made
@@ -122,6 +128,20 @@ def compiling(gpu: Gpu, found: dict[Any, Compiled]) -> Iterator[None]:
     finally:
         JITFunction.run = launch
         driver._active = before
+
+
+def _rule(name: str, given: dict[str, Any], options: Any, dtype: str, gpu: Gpu) -> int:
+    """The bytes that the launch tables reckon with for a kernel."""
+    from replaylens.kernels.launch import AttentionTile, GemmTile, attention_bytes, product_bytes
+
+    kind, how = getattr(torch, dtype, None), (options.num_warps, options.num_stages)
+    if name in ("_attention_kernel", "_shared_kernel", "_split_kernel"):
+        return attention_bytes(AttentionTile(given["ROWS"], *how), given["HEAD"], kind, gpu)
+    if name in ("_rows_kernel", "_persistent_kernel", "_batched_kernel", "_few_kernel", "_lines_kernel", "_grouped_kernel"):
+        copied = name == "_persistent_kernel" or bool(given.get("COPIED"))
+        tile = GemmTile(given["ROWS"], given["COLUMNS"], given["DEPTH"], *how, copied)
+        return product_bytes(tile, torch.float32 if name == "_lines_kernel" else kind, gpu, bool(given.get("GATED")))
+    return 0
 
 
 _KEPT: list[Any] = []
@@ -165,7 +185,8 @@ def products(dtype: torch.dtype, gpu: Gpu) -> None:
     choices = product(ROWS, COLUMNS, (False, True), (False, True) if gpu.copies else (False,))
     tiles = {(gemm_tile(rows, 0, columns, dtype, gpu, turned, copies), rows <= 64) for rows, columns, turned, copies in choices}
     for tile, few in sorted(tiles, key=str):
-        for depth, columns, turned in ((2048, 16384, False), (2040, 16344, True)):
+        both = ((2048, 16384, False), (2040, 16344, True))  # whole, and with a rest
+        for depth, columns, turned in both if dtype == torch.bfloat16 else both[:1]:
             rows = min(tile.rows, 8) if tile.rows <= 8 else 64 if few else 1024
             w = _new(columns, depth, dtype=dtype).t() if turned else _new(depth, columns, dtype=dtype)
             residual = _new(rows, columns, dtype=dtype)
@@ -174,7 +195,7 @@ def products(dtype: torch.dtype, gpu: Gpu) -> None:
             )
             if dtype == torch.float32 and few:  # stored in bfloat16
                 matmul.matmul(_new(rows, depth, dtype=dtype), _new(depth, columns, dtype=torch.bfloat16), tile=tile)
-            if not tile.persistent and not turned:
+            if not tile.persistent and not turned and few and dtype != torch.float16:
                 with _chosen(matmul, tile):
                     matmul.batched_matmul(_new(2, 64, 256, dtype=dtype), _new(2, 256, 512, dtype=dtype))
     if dtype == torch.float32:
@@ -195,38 +216,31 @@ def _chosen(module: Any, tile: Any) -> Iterator[None]:
 
 
 def attentions(dtype: torch.dtype, gpu: Gpu, d_head: int, rest: int = 0) -> None:
-    """Attention of either path and of shared keys, in each tile: of single rows, of prompts, of many query heads per KV head."""
+    """Attention of either path and of shared keys, in each tile: of single rows, of prompts, of many heads per KV head."""
     from replaylens.kernels.attention import attention
     from replaylens.kernels.launch import attention_tile, heads_together
     from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel
     from replaylens.kernels.split import split_attention
 
-    groups = (16,) if rest else (4, 16) if dtype == torch.float32 else (4, 128)
-    seen = set()
-    for group, pairs, split, short in product(groups, (1, 16, 64, 1024), (False, True), (False, True)):
-        own = heads_together(group, 1, d_head, dtype, gpu)
+    group = 16 if rest or dtype == torch.float32 else 8
+    kv_heads = 1 if rest else 2
+    own, seen = heads_together(group * kv_heads, kv_heads, d_head, dtype, gpu), set()
+    for pairs, split, short in product((1, 64, 1024), (True, False), (False, True)):
         tile = attention_tile(max(pairs, own), d_head, dtype, gpu, own, split, short)
-        if (tile, split, short, group > own) in seen:
+        if tile in seen:
             continue
-        seen.add((tile, split, short, group > own))
-        per_tile = max(1, tile.rows // own)
-        kv_heads, keys = (
-            1 if rest or group > 4 else 2,
-            _new(256 * 16, 1 if rest or group > 4 else 2, d_head + rest, dtype=dtype),
-        )
+        seen.add(tile)
+        per_tile, tiled = max(1, tile.rows // own), pairs > 1
+        keys = _new(256 * 16, kv_heads, d_head + rest, dtype=dtype)
         values = keys[..., :d_head] if rest else _new(*keys.shape, dtype=dtype)
-        q = _new(per_tile, kv_heads * group, d_head + rest, dtype=dtype)
-        tiles = None if pairs == 1 else _new(1, 2)
-        shared = SharedKeys((SharedLevel(_new(1, 4), _new(per_tile), tile.rows, 1024),), _new(per_tile, 2)) if short else None
-        at = (_new(len(q) if tiles is not None else 1), _new(len(q) if tiles is not None else 1), _new(1, 256))
-        q = q[: len(at[0])]
-        rows = PagedRows(*at, tiles, per_tile=per_tile if tiles is not None else 0, shared=shared)
-        wide = per_tile > 1 and not rest
-        attention(
-            q, keys, values, rows, 0.125, softcap=30.0 * wide, tile=tile, split=split, shared_tile=tile, split_shared=split
-        )
-        if not short:
-            split_attention(q, keys, values, rows, 0.125, window=100 * wide, split=64 if split else 4096)
+        q = _new(per_tile if tiled else 1, kv_heads * group, d_head + rest, dtype=dtype)
+        level = SharedLevel(_new(1, 4), _new(len(q)), tile.rows, 1024)
+        shared = SharedKeys((level,), _new(len(q), 2)) if short or tiled else None
+        at = (_new(len(q)), _new(len(q)), _new(1, 256), _new(1, 2) if tiled else None)
+        rows = PagedRows(*at, per_tile=per_tile if tiled else 0, shared=shared)
+        attention(q, keys, values, rows, 0.125, tile=tile, split=split, shared_tile=tile, split_shared=split)
+        if not short and dtype != torch.float16:  # float16 has the tiles of bfloat16
+            split_attention(q, keys, values, replace(rows, shared=None), 0.125, split=64 if split else 4096)
 
 
 def prefills(dtype: torch.dtype, gpu: Gpu, d_head: int) -> None:

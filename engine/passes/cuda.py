@@ -105,7 +105,7 @@ def _rows(questions: Sequence[Question], rows: int) -> tuple[list[Sampling], lis
 
 
 def require_supported(config: ModelConfig, dtype: torch.dtype, gpu: Gpu) -> None:
-    """UnsupportedModel if the kernels cannot compute a model of this config, or a GPU has no room for a tile of its attention."""
+    """UnsupportedModel if the kernels cannot compute a model of this config, or a GPU has no room for its attention."""
     if config.latent is not None and (config.latent.rank > MAX_VALUES or config.rotary_dim > MAX_REST):
         raise UnsupportedModel(
             f"Latents of {config.latent.rank} and rotated keys of {config.rotary_dim} dimensions are not supported on CUDA: "

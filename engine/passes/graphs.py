@@ -83,8 +83,8 @@ SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""
 LARGE = 1024
 MAX_CAPTURED, SHARE = 1 << 29, 256
-"""a graph of more rows than LARGE holds at most so many bytes of captured sites, and one part in SHARE of the GPU's memory: their
-values stay in its memory. One of fewer rows holds four times that part"""
+"""a graph of more rows than LARGE holds at most so many bytes of captured sites, and one part in SHARE of the GPU's memory:
+their values stay in its memory. One of fewer rows holds four times that part"""
 MAX_GRAPHS = 24
 """beyond this, the least recently used graph is dropped"""
 WORTH = 8

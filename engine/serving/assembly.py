@@ -227,7 +227,7 @@ def replay_on_devices(runner: Runner) -> None:
 
 
 def require_gpu(device: torch.device) -> None:
-    """Raise UnsupportedModel for a GPU that the kernels are not compiled for; BadRequest if facts of an unknown one are imposed."""
+    """UnsupportedModel for a GPU that no kernel is compiled for, BadRequest if the facts of an unknown one are imposed."""
     try:
         gpu = gpu_of(device)
     except ValueError as error:
