@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu smollm2 peers evals pictures docs clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu gpus smollm2 peers evals pictures docs clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -56,6 +56,9 @@ cluster: $(STAMP)
 
 gpu: $(STAMP)
 	$(BIN)/python -m tests.gpu.run
+
+gpus: $(STAMP)  # compiles every kernel in every tile for GPUs that are not here; needs none
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench gpus
 
 smollm2: $(STAMP)
 	$(BIN)/replaylens fetch smollm2

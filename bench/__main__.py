@@ -1,7 +1,8 @@
-"""`python -m bench list`, `run NAME... [--quick] [--out FILE] [--set PARAMETER=JSON]`, and `page`."""
+"""`python -m bench list`, `run NAME... [--quick] [--out FILE] [--set PARAMETER=JSON]`, `page`, and `gpus`."""
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -47,7 +48,15 @@ def main(words: Sequence[str] | None = None) -> None:
     commands.add_parser(
         "page", help="write the pages with the numbers of the result files: docs/performance.md and parts of others"
     )
-    given = parser.parse_args(words)
+    commands.add_parser("gpus", add_help=False, help="shared memory of every kernel in every tile, compiled for GPUs elsewhere")
+    given, rest = parser.parse_known_args(words)
+    if given.command == "gpus":
+        os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+        from bench import gpus
+
+        raise SystemExit(gpus.main(rest))
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if given.command == "page":
         from bench import page
 

@@ -311,11 +311,12 @@ def decode(sequences: int, keys: int) -> Line:
 def prefill(sequences: int, length: int) -> tuple[Tensor, Tensor, Tensor, Any, Callable[..., Tensor], Callable[[], Tensor]]:
     """(q, k, v, `PagedRows` of whole prompts with the tiles of the engine; our attention, torch's)."""
     from replaylens.kernels.attention import attention
+    from replaylens.kernels.gpus import gpu_of
     from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
 
     k, v, table = paged_cache(sequences, length)
     numbers = [s for s in range(sequences) for _ in range(length)]
-    per_tile = rows_per_tile(HEADS, KV_HEADS, D_HEAD, k.dtype, length)
+    per_tile = rows_per_tile(HEADS, KV_HEADS, D_HEAD, k.dtype, length, gpu_of(k.device))
     position = torch.arange(length, device="cuda", dtype=torch.int32).repeat(sequences)
     owner = torch.tensor(numbers, device="cuda", dtype=torch.int32)
     rows = PagedRows(owner, position, table, plan_tiles(numbers, per_tile).cuda(), length, per_tile)

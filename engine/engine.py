@@ -5,6 +5,7 @@ Verbs that need the engine's public face alone are functions of `engine/serving/
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,6 @@ from replaylens.engine.request.values import as_bool, as_instance, as_int, defin
 from replaylens.engine.serving import transformer_lens, verbs
 from replaylens.engine.serving.assembly import (
     CPU_ROWS,
-    CUDA_LONE_ROWS,
     CUDA_ROWS,
     EngineKeywords,
     Sizes,
@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from replaylens.tasks.task import Example
     from replaylens.tasks.texts import GivenTexts
     from replaylens.weights.opening import Guess
+
+
+_LOG = logging.getLogger(__name__)
 
 
 @hides(
@@ -125,14 +128,16 @@ class Engine(NotCopyable):
         require_device(model)
         self.config, on_cuda = model.config, model.device.type == "cuda"
         page_size = usual_page(model) if page_size is None else as_int("page_size", page_size, 1)
-        lone_rows = CUDA_LONE_ROWS if max_rows is None and on_cuda else 0
-        max_rows = (CUDA_ROWS if on_cuda else CPU_ROWS) if max_rows is None else as_int("max_rows", max_rows, 16)
+        given_rows = None if max_rows is None else as_int("max_rows", max_rows, 16)
+        max_rows = given_rows or (CUDA_ROWS if on_cuda else CPU_ROWS)
         canary, record = as_bool("canary", canary), as_bool("record", record)
         capture_buffer = as_int("capture_buffer", capture_buffer, SMALLEST_RING)
         if draft_model is not None:
             require_device(as_instance("draft_model", draft_model, Decoder, "a Decoder; Engine.load takes other sources"))
-        sizes = Sizes.of(model, cache_tokens, page_size, state_tokens, max_rows, draft_model)
-        self.cache_tokens, state_tokens, self._why_so_many = sizes
+        sizes = Sizes.of(model, cache_tokens, page_size, state_tokens, given_rows, draft_model)
+        self.cache_tokens, state_tokens, self._why_so_many, lone_rows, self._memory = sizes
+        if self._memory:
+            _LOG.info(self._memory)
         lone_rows = lone_rows if self.config.mixer is None else min(lone_rows, state_tokens // 2)
         self.text = tokenizer if isinstance(tokenizer, Text) else Text(tokenizer)
         self.certificate = certificate_for(model)
@@ -235,7 +240,7 @@ class Engine(NotCopyable):
         lost = self.loop.admission.reservations.given_up
         chosen = f"; cache_tokens={self.cache_tokens} was chosen: {self._why_so_many}" if self._why_so_many else ""
         full = f"; full: branches gave up the KV of {lost} positions, to be computed again. A larger cache_tokens avoids it"
-        return chosen + full * bool(lost)
+        return chosen + f"; {self._memory}" * bool(self._memory) + full * bool(lost)
 
     @reading
     def _repr_html_(self) -> str:

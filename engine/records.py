@@ -156,6 +156,15 @@ class Fingerprint:
         model = self.revision or f"weights sha256:{self.weights}"
         return {"model": model, "arithmetic": self.arithmetic, "replaylens": self.replaylens}
 
+    def other_kind(self, other: Fingerprint) -> str | None:
+        """What to do if both are bound to GPUs, of different kinds; None if they are not."""
+        if not (self._of_gpu and other._of_gpu and self.device != other.device):
+            return None
+        return (
+            f"bits in {self.dtype} hold on one kind of GPU, and these are of {self.device} here, {other.device} there; to "
+            "compare what they compute, make both in float32, whose bits are the same on every machine"
+        )
+
     def to_json(self) -> str:
         return json.dumps(self.parts(), sort_keys=True)
 

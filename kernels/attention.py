@@ -40,6 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.launch import (
     EXACT,
     KV_BLOCK,
@@ -274,7 +275,7 @@ def attention(
     state, begun, level_stride = q, rows.position, 0
     if shared is not None:
         pairs = max(level.pairs for level in shared.levels)
-        tall = shared_tile or attention_tile(pairs, d_head, q.dtype, group, False)
+        tall = shared_tile or attention_tile(pairs, d_head, q.dtype, gpu_of(q.device), group, False)
         state = shared_states(
             q,
             k_cache,
@@ -311,9 +312,9 @@ def _schedule(
     tile: AttentionTile | None, split: bool | None,
 ) -> tuple[AttentionTile, bool, int]:  # fmt: skip
     """(tile, whether each split has its own program, the most splits a row can have)."""
-    per_tile = 1 if rows.tiles is None else rows.per_tile
+    per_tile, gpu = 1 if rows.tiles is None else rows.per_tile, gpu_of(rows.position.device)
     pairs = per_tile * group or 128
-    height = (tile or attention_tile(pairs, d_head, dtype, group)).rows
+    height = (tile or attention_tile(pairs, d_head, dtype, gpu, group)).rows
     fits = height >= max(1, per_tile) * group
     require(fits, "A tile of {} pairs cannot hold {} rows of {} query heads.", height, per_tile or 1, group)
     keys = rows.max_keys or rows.page_table.shape[1] * page_size
@@ -324,7 +325,7 @@ def _schedule(
         num_tiles = len(rows.position) if rows.tiles is None else len(rows.tiles)
         split = splits > 1 and num_tiles * kv_heads < 2 * num_multiprocessors(rows.position.device)
     short = rows.shared is not None and not window
-    return tile or attention_tile(pairs, d_head, dtype, group, split, short), split, splits
+    return tile or attention_tile(pairs, d_head, dtype, gpu, group, split, short), split, splits
 
 
 def _specialises(
@@ -389,7 +390,7 @@ def checked_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor,
         same = cache.stride() == k_cache.stride()
         require(same, "{} has strides {}, but k_cache has {}.", name, cache.stride(), k_cache.stride())
     require(heads % kv_heads == 0, "{} query heads are not a multiple of {} KV heads.", heads, kv_heads)
-    parts = heads // kv_heads // heads_together(heads, kv_heads, d_key - max(rest, 0), q.dtype)
+    parts = heads // kv_heads // heads_together(heads, kv_heads, d_key - max(rest, 0), q.dtype, gpu_of(q.device))
     if not rest:
         require(d_key <= 256, "d_head is {}. At most 256 is supported.", d_key)
         return (k_cache, v_cache, 0) if parts == 1 else (k_cache.expand(-1, parts, -1), v_cache.expand(-1, parts, -1), 0)

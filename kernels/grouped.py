@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.launch import (
     EXACT,
     GemmTile,
     ceil_div,
     grouped_tile,
-    has_copy_engine,
     require,
     require_float,
     require_rows,
@@ -166,7 +166,7 @@ def grouped_matmul(
     out = torch.empty(pairs, columns, dtype=x.dtype, device=x.device)
     if not pairs:
         return out
-    tile = tile or grouped_tile(plan.tile_rows, pairs, x.dtype, gated)
+    tile = tile or grouped_tile(plan.tile_rows, pairs, x.dtype, gated, gpu_of(x.device))
     fits = tile.rows == plan.tile_rows
     require(fits, "The tile has {} rows, but the plan has tiles of {}.", tile.rows, plan.tile_rows)
     even = depth % tile.depth == 0
@@ -183,11 +183,11 @@ def grouped_matmul(
 
 
 def _copyable(w: Tensor) -> bool:
-    """Whether the copy engine can load tiles of the stacked weights. The interpreter always can."""
-    if not w.is_contiguous():
+    """Whether the copy engine can load tiles of the stacked weights, which are aligned, but not in the interpreter."""
+    if not gpu_of(w.device).copies or not w.is_contiguous():
         return False
     aligned = w.stride(1) * w.element_size() % 16 == 0 and w.data_ptr() % 16 == 0
-    return w.device.type != "cuda" or (has_copy_engine(w.device) and aligned)
+    return w.device.type != "cuda" or aligned
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 There are two kinds of constants:
 
 * **Canonical constants** set the order of a reduction. A change moves bits and must raise `CANONICAL_VERSION`.
-* **Tiles** affect speed only. The tests prove that they do not move bits, so they may depend on the number of rows.
+* **Tiles** affect speed only. The tests prove that they do not move bits, so they may depend on the number of rows and on the
+  GPU: the measured tile if it fits into the shared memory of a block, or else the nearest one that does.
 
 All kernels are compiled without contraction of `a * b + c` (`EXACT`). The compiler may fuse the pair in one variant of a
 kernel and not in another, and the two would round differently. Code that needs a single rounding calls `tl.fma`.
@@ -13,12 +14,14 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from replaylens.kernels.gpus import Gpu, gpu_of
 
 CANONICAL_VERSION = 3
 """part of the fingerprint; raised by any change that can move a bit"""
@@ -52,12 +55,11 @@ def persistent_pays(rows: int) -> bool:
     return getattr(_thread, "in_graph", False) or rows <= 64 or rows >= PERSISTENT_FROM
 
 
-_PROGRAMS = 132
-"""multiprocessors that the tile tables assume; on other devices the last wave of programs is less full"""
-
 EXACT: dict[str, Any] = {"enable_fp_fusion": False}
 """compile options of every kernel whose arithmetic is not all inside `tl.dot`"""
 
+FEW = 8
+"""most rows in float32 whose parts are computed side by side in one program"""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -101,7 +103,7 @@ _PLAIN = (
 
 @lru_cache(maxsize=4096)
 def gemm_tile(
-    rows: int, depth: int, columns: int, dtype: torch.dtype, transposed: bool = False, persistent: bool = True
+    rows: int, depth: int, columns: int, dtype: torch.dtype, gpu: Gpu, transposed: bool = False, persistent: bool = True
 ) -> GemmTile:
     """The tile for x [rows, depth] @ w [depth, columns]; `transposed`: w is stored [columns, depth].
 
@@ -109,11 +111,11 @@ def gemm_tile(
     With many rows, it is the measured tile that fills its last wave of programs best.
     """
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
-        return _chains(rows, columns)
+        return fitted(_chains(rows, columns, gpu.multiprocessors), dtype, gpu)
     if rows <= 64:
-        return _few_rows(rows, columns, persistent)
+        return fitted(_few_rows(rows, columns, persistent, gpu.multiprocessors), dtype, gpu)
     if columns <= 256:  # a router's: larger tiles would leave most multiprocessors idle
-        return GemmTile(16, 32, 256, 4, 5)
+        return fitted(GemmTile(16, 32, 256, 4, 5), dtype, gpu)
 
     def time(option: tuple[GemmTile, float]) -> float:
         tile, each = option
@@ -121,13 +123,13 @@ def gemm_tile(
         small = tile.columns * tile.rows < 128 * 128 and rows > 256
         if wide or small:
             return float("inf")
-        return ceil_div(ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns), _PROGRAMS) * each
+        return ceil_div(ceil_div(rows, tile.rows) * ceil_div(columns, tile.columns), gpu.multiprocessors) * each
 
-    return min(_PERSISTENT if persistent else _PLAIN, key=time)[0]
+    return fitted(min(_PERSISTENT if persistent else _PLAIN, key=time)[0], dtype, gpu)
 
 
-def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
-    narrow, wide = columns <= 32 * _PROGRAMS, columns > 64 * _PROGRAMS
+def _few_rows(rows: int, columns: int, persistent: bool, programs: int) -> GemmTile:
+    narrow, wide = columns <= 32 * programs, columns > 64 * programs
     if rows <= 16:
         if narrow:
             return GemmTile(16, 32, 256, 4, 5)
@@ -141,15 +143,15 @@ def _few_rows(rows: int, columns: int, persistent: bool) -> GemmTile:
     return GemmTile(64, 32, 256, 4, 4, persistent) if narrow else GemmTile(64, 64, 128, 4, 5, persistent)
 
 
-def _chains(rows: int, columns: int) -> GemmTile:
+def _chains(rows: int, columns: int, programs: int) -> GemmTile:
     """Measured on an H200 at the shapes of an 8B decoder, with bfloat16 weights below 65 rows."""
-    if rows <= 8:
-        narrow = columns <= 32 * _PROGRAMS
+    if rows <= FEW:
+        narrow = columns <= 32 * programs
         return GemmTile(next_power_of_2(rows), *((32, 32, 4, 4) if narrow else (64, 16, 4, 4)))
     if rows <= 16:
         return GemmTile(16, 128, 16, 4, 4)
     if rows <= 64:
-        return GemmTile(64, 128, 16, 8, 3) if columns > 64 * _PROGRAMS and rows > 32 else GemmTile(32, 64, 16, 2, 3)
+        return GemmTile(64, 128, 16, 8, 3) if columns > 64 * programs and rows > 32 else GemmTile(32, 64, 16, 2, 3)
     return GemmTile(64, 128, 16, 4, 3)
 
 
@@ -162,41 +164,64 @@ def grouped_rows(pairs: int, experts: int, dtype: torch.dtype) -> int:
 
 
 @lru_cache(maxsize=1024)
-def grouped_tile(rows: int, pairs: int, dtype: torch.dtype, gated: bool) -> GemmTile:
+def grouped_tile(rows: int, pairs: int, dtype: torch.dtype, gated: bool, gpu: Gpu) -> GemmTile:
     """The tile for pairs of one expert, `rows` at most of all `pairs`, times its weights; gated: two products at once.
 
     Measured on an H200 in bf16 at 8 of 128 experts of 768; `persistent` means here that the copy engine loads the weights.
     """
     if dtype == torch.float32:  # no tensor cores: plain multiply-adds
-        return GemmTile(16, 64, 32, 4, 3)
-    if rows <= 16:
-        if not gated:
-            return GemmTile(16, 128, 64, 4, 4, persistent=True)
-        return GemmTile(16, 64, 64, 4, 6) if pairs <= 16 else GemmTile(16, 64, 128, 4, 3, persistent=True)
-    if rows <= 64:
-        return GemmTile(rows, 64, 64, 4, 4) if gated else GemmTile(rows, 128, 64, 4, 4, persistent=True)
-    return GemmTile(128, 128, 64, 8, 3, persistent=gated)
+        tile = GemmTile(16, 64, 32, 4, 3)
+    elif rows <= 16 and gated:
+        tile = GemmTile(16, 64, 64, 4, 6) if pairs <= 16 else GemmTile(16, 64, 128, 4, 3, persistent=True)
+    elif rows <= 64:
+        tile = GemmTile(rows, 64, 64, 4, 4) if gated else GemmTile(rows, 128, 64, 4, 4, persistent=True)
+    else:
+        tile = GemmTile(128, 128, 64, 8, 3, persistent=gated)
+    return fitted(tile, dtype, gpu, gated)
 
 
-def heads_together(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype) -> int:
+@lru_cache(maxsize=1024)
+def heads_together(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, gpu: Gpu) -> int:
     """How many query heads of one KV head share a program: all of them, unless there is only one KV head and its values are so
     wide that a program has room for few (float32: more than 16 would be minutes of compiling). Moves no bit."""
     group, wide = heads // kv_heads, d_head > (128 if dtype == torch.float32 else 256)
-    if kv_heads > 1 or not wide:
+    if kv_heads > 1:
         return group
-    most = min(group, 16 if dtype == torch.float32 else 64)
-    return max(n for n in range(1, most + 1) if group % n == 0)
+    most = min(group, 16 if dtype == torch.float32 else 64) if wide else group
+    divisors = [n for n in range(most, 0, -1) if group % n == 0]
+    return next((n for n in divisors if attention_bytes(_least(n, d_head, dtype), d_head, dtype, gpu) <= gpu.shared), 1)
 
 
 @lru_cache(maxsize=1024)
 def attention_tile(
-    pairs: int, d_head: int, dtype: torch.dtype, group: int = 1, split: bool = True, short: bool = False
+    pairs: int, d_head: int, dtype: torch.dtype, gpu: Gpu, group: int = 1, split: bool = True, short: bool = False
 ) -> AttentionTile:
     """The tile for at most `pairs` (row, query head) pairs of one sequence and KV head. It holds at least `group` pairs.
 
     `split`: each split has its own program. There are few programs, so each keeps more loads in flight.
     `short`: the rows have few keys left, so that loads in flight do not pay.
+    Raises ValueError if no tile fits into the shared memory of a block.
     """
+    measured, least = _measured_attention(pairs, d_head, dtype, group, split, short), _least(group, d_head, dtype)
+    fewer = (replace(measured, stages=stages) for stages in range(measured.stages, 0, -1))
+    options = (*fewer, replace(least, stages=2), least)
+    for tile in options:
+        if attention_bytes(tile, d_head, dtype, gpu) <= gpu.shared:
+            return tile
+    raise ValueError(
+        f"Attention of {group} query heads of {d_head} per KV head in {str(dtype).removeprefix('torch.')} takes "
+        f"{attention_bytes(least, d_head, dtype, gpu):,} bytes of shared memory, and a block of {gpu.name} has {gpu.shared:,}. "
+        f"Use {'bfloat16' if dtype == torch.float32 else 'another GPU'}, or device='cpu'."
+    )
+
+
+def _least(group: int, d_head: int, dtype: torch.dtype) -> AttentionTile:
+    """The tile of one row, without loads in flight."""
+    return AttentionTile(max(16, next_power_of_2(group)), 8 if d_head > 256 and dtype == torch.float32 else 4, 1)
+
+
+def _measured_attention(pairs: int, d_head: int, dtype: torch.dtype, group: int, split: bool, short: bool) -> AttentionTile:
+    """Measured on an H200."""
     least = max(16, next_power_of_2(group))
     if dtype == torch.float32:
         return AttentionTile(least, 4 if d_head <= 256 else 8, 1)
@@ -209,6 +234,49 @@ def attention_tile(
     if pairs <= 64:
         return AttentionTile(max(64, least), 4, 3)
     return AttentionTile(max(128, least), 8, 5)
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+# Shared memory by the size of a tile. `python -m bench gpus` compares it with what the compiler takes.
+
+_BARRIERS = 128
+"""bytes of the barriers of loads, at most"""
+
+
+def _in_place(rows: int, dtype: torch.dtype, gpu: Gpu) -> bool:
+    """Whether tensor cores read both operands out of shared memory while the next ones arrive: one step more is held."""
+    return rows >= 64 and dtype != torch.float32 and gpu.capability[0] in (9, 10, 11)
+
+
+def product_bytes(tile: GemmTile, dtype: torch.dtype, gpu: Gpu, gated: bool = False) -> int:
+    """Of a product: the loads in flight. gated: two weights at once."""
+    parts = 8 if dtype == torch.float32 and tile.rows <= FEW else 1  # side by side
+    step = parts * (tile.rows + tile.columns * (2 if gated else 1)) * tile.depth * dtype.itemsize
+    held = _in_place(tile.rows, dtype, gpu)
+    return step * (tile.stages if held else max(1, tile.stages - 1)) + (_BARRIERS if held or tile.persistent else 0)
+
+
+def fitted(tile: GemmTile, dtype: torch.dtype, gpu: Gpu, gated: bool = False) -> GemmTile:
+    """The tile, if it fits; or else with fewer loads in flight, and then with smaller ones. Moves no bit."""
+    while product_bytes(tile, dtype, gpu, gated) > gpu.shared:
+        require(tile.depth > 16 or tile.stages > 2, "No tile of {} rows fits into a block of {}.", tile.rows, gpu.name)
+        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, depth=tile.depth // 2, stages=4)
+    return tile
+
+
+def attention_bytes(tile: AttentionTile, d_head: int, dtype: torch.dtype, gpu: Gpu) -> int:
+    """Of attention: queries, weights, and blocks of keys and values, of which every second stage brings one more."""
+    width = next_power_of_2(max(d_head, 16))
+    latent = width > 256  # their first columns are values
+    rest = 64 if latent else 0
+    if dtype == torch.float32:
+        blocks = 1 if width > 128 else 2  # wide values are loaded after the scores
+    elif tile.stages == 1:
+        blocks = 1
+    else:
+        blocks = (max(1, (tile.stages - 1) // 2) + _in_place(tile.rows, dtype, gpu)) * (1 if latent else 2)
+    numbers = blocks * KV_BLOCK * (width + rest) + tile.rows * (width + rest + KV_BLOCK)
+    return numbers * dtype.itemsize + KV_BLOCK * 4 * (tile.stages // 2) + _BARRIERS
 
 
 @dataclass(frozen=True)
@@ -274,16 +342,9 @@ def ceil_div(n: int, by: int) -> int:
     return -(-n // by)
 
 
-@lru_cache(maxsize=16)
 def num_multiprocessors(device: torch.device) -> int:
     """The number of programs that run at once. It is 1 on a CPU, where the interpreter runs them one by one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@lru_cache(maxsize=16)
-def has_copy_engine(device: torch.device) -> bool:
-    """Whether the device has the bulk tensor copy engine (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return gpu_of(device).multiprocessors if device.type == "cuda" else 1
 
 
 def require(condition: bool, message: str, *values: object) -> None:

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import (
     EXACT,
@@ -31,7 +32,6 @@ from replaylens.kernels.launch import (
     ceil_div,
     gemm_tile,
     grouped_rows,
-    has_copy_engine,
     num_multiprocessors,
     persistent_pays,
     require,
@@ -175,7 +175,7 @@ def matmul(
     if tile is None:
         transposed = w.stride(0) == 1
         persistent = (persistent_pays(rows) or transposed) and copyable(x, w)
-        tile = gemm_tile(rows, depth, columns, x.dtype, transposed, persistent)
+        tile = gemm_tile(rows, depth, columns, x.dtype, gpu_of(x.device), transposed, persistent)
     if x.dtype == torch.float32:
         parts_matmul(x, w, bias, residual, out, tile)
         return out
@@ -227,7 +227,7 @@ def batched_matmul(x: Tensor, w: Tensor) -> Tensor:
     columns = w.shape[2]
     out = torch.empty(batch, rows, columns, dtype=x.dtype, device=x.device)
     if out.numel():
-        tile = gemm_tile(rows, depth, columns, x.dtype, False, False)
+        tile = gemm_tile(rows, depth, columns, x.dtype, gpu_of(x.device), False, False)
         _batched_kernel[(ceil_div(rows, tile.rows), ceil_div(columns, tile.columns), batch)](
             x, w, out, rows, columns, depth, x.stride(0), x.stride(1), *w.stride(), out.stride(0), out.stride(1),
             tile.rows, tile.columns, tile.depth, depth % tile.depth == 0, columns % tile.columns == 0,
@@ -245,12 +245,12 @@ def tiles_of(x: Tensor, w: Tensor, tile: GemmTile) -> tuple[TensorDescriptor, Te
 
 
 def copyable(x: Tensor, w: Tensor) -> bool:
-    """Whether the copy engine can load tiles of both: base and rows must be 16-byte aligned. The interpreter always can."""
-    if x.device.type != "cuda":
-        return True
+    """Whether the copy engine can load tiles of both: base and rows must be 16-byte aligned, but not in the interpreter."""
+    if not gpu_of(x.device).copies or x.device.type != "cuda":
+        return gpu_of(x.device).copies
     wide = w.stride(1) if w.stride(0) == 1 else w.stride(0)
     lengths = (x.stride(0) * x.element_size(), wide * w.element_size(), x.data_ptr(), w.data_ptr())
-    return has_copy_engine(x.device) and all(n % 16 == 0 for n in lengths)
+    return all(n % 16 == 0 for n in lengths)
 
 
 def _check_product(x: Tensor, w: Tensor) -> tuple[int, int, int]:

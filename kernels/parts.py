@@ -16,10 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.launch import (
     EXACT,
+    FEW,
     GemmTile,
     ceil_div,
+    fitted,
     next_power_of_2,
     num_multiprocessors,
     require,
@@ -28,8 +31,6 @@ from replaylens.kernels.launch import (
 )
 
 PARTS = tl.constexpr(8)
-FEW = 8
-"""most rows whose parts are computed side by side in one program"""
 _DIRECT = 64
 """most rows that read bfloat16 weights as they are; for more, they are widened once per product"""
 _WIDENED = 1 << 25
@@ -234,11 +235,12 @@ def lines(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     require(w.dtype == bias.dtype == torch.float32, "w and bias are {} and {}. Expected float32.", w.dtype, bias.dtype)
     out = torch.empty(count, rows, columns, dtype=torch.float32, device=x.device)
     if out.numel():
-        width = min(_LINES.columns, max(8, next_power_of_2(columns)))
-        even = depth % (8 * _LINES.depth) == 0 and columns % width == 0
-        _lines_kernel[(ceil_div(columns, width), ceil_div(rows, _LINES.rows), count)](
-            x, w, bias, out, rows, columns, depth, _LINES.rows, width, _LINES.depth, even,
-            num_warps=_LINES.warps, num_stages=_LINES.stages, **EXACT,
+        tile = fitted(_LINES, torch.float32, gpu_of(x.device))
+        width = min(tile.columns, max(8, next_power_of_2(columns)))
+        even = depth % (8 * tile.depth) == 0 and columns % width == 0
+        _lines_kernel[(ceil_div(columns, width), ceil_div(rows, tile.rows), count)](
+            x, w, bias, out, rows, columns, depth, tile.rows, width, tile.depth, even,
+            num_warps=tile.warps, num_stages=tile.stages, **EXACT,
         )  # fmt: skip
     return out
 

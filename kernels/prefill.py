@@ -12,7 +12,6 @@ block i - 1. Keys that no row sees are zeros: a slot that was never written may 
 Triton's interpreter cannot run this kernel; the tests compare it on a device with the kernel that it can run.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.launch import EXACT, KV_BLOCK, KV_SPLIT
 
 MAX_PAIRS = 128
@@ -302,16 +302,11 @@ def _prefill_kernel(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=16)
-def _is_hopper(device: torch.device) -> bool:
-    """Whether the device has the instructions of this kernel, which its successors lack."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def can_prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, pairs: int, page_size: int, kv_block: int, kv_split: int) -> bool:
     """Whether `prefill` takes tiles of up to `pairs` pairs of this kind, and can copy from these addresses."""
     return (
-        _is_hopper(q.device)
+        q.device.type == "cuda"
+        and gpu_of(q.device).specialises
         and q.dtype != torch.float32
         and q.shape[2] in _HEAD_SIZES
         and 0 < pairs <= MAX_PAIRS

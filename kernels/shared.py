@@ -18,6 +18,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from replaylens.kernels.gpus import Gpu
 from replaylens.kernels.launch import (
     EXACT,
     AttentionTile,
@@ -241,10 +242,10 @@ class PagedRows:
                 require(same, "{} is on {}, but sequence is on {}.", name, x.device, self.sequence.device)
 
 
-def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int) -> int:
+def rows_per_tile(heads: int, kv_heads: int, d_head: int, dtype: torch.dtype, longest: int, gpu: Gpu) -> int:
     """How many rows of one sequence share a tile if no sequence has more than `longest` rows. d_head: of values"""
-    group = heads_together(heads, kv_heads, d_head, dtype)
-    return max(1, attention_tile(longest * group, d_head, dtype, group).rows // group)
+    group = heads_together(heads, kv_heads, d_head, dtype, gpu)
+    return max(1, attention_tile(longest * group, d_head, dtype, gpu, group).rows // group)
 
 
 def plan_tiles(sequences: Sequence[int] | NDArray[np.integer[Any]], per_tile: int, capacity: int = 0) -> Tensor:

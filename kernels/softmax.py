@@ -81,6 +81,15 @@ def with_sink(m, l, a, SINKS, head, valid, PORTABLE: tl.constexpr):
 
 
 @triton.jit
+def _values(V, slot, d, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr):
+    """The values of a block of keys."""
+    if HEAD == HEAD_BLOCK:
+        return tl.load(V + slot[:, None] + d[None, :])
+    else:
+        return tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+
+
+@triton.jit
 def _block(
     q, other, m, sums, a, K, V, TABLE, start, position, slope, d, kv_stride, scale, softcap, window, ROWS: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, HEAD: tl.constexpr, HEAD_BLOCK: tl.constexpr, REST: tl.constexpr,
@@ -97,12 +106,10 @@ def _block(
         k = tl.load(K + slot[:, None] + d[None, :])
     else:
         k = tl.load(K + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
-    if REST > 0:  # the values are columns of the keys
-        v = k
-    elif HEAD == HEAD_BLOCK:
-        v = tl.load(V + slot[:, None] + d[None, :])
-    else:
-        v = tl.load(V + slot[:, None] + d[None, :], mask=d[None, :] < HEAD, other=0.0)
+    LATE: tl.constexpr = q.dtype == tl.float32 and HEAD_BLOCK > 128  # wide values and their keys fill too much shared memory
+    v = k  # of latents, the values are columns of the keys
+    if REST == 0 and not LATE:
+        v = _values(V, slot, d, HEAD, HEAD_BLOCK)
     s = tl.dot(q, k.T, input_precision="ieee")
     if REST > 0:
         e = tl.arange(0, other.shape[1])
@@ -132,6 +139,8 @@ def _block(
         sums = tl.fma(sums, tl.broadcast_to(shrink[:, None], sums.shape), even + odd)
     else:
         sums = sums * shrink[:, None] + (even + odd)
+    if REST == 0 and LATE:
+        v = _values(V, slot, d, HEAD, HEAD_BLOCK)
     a = tl.dot(p.to(v.dtype), v, a * shrink[:, None], input_precision="ieee")
     return top, sums, a
 

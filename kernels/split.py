@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from replaylens.kernels.attention import Workspace, checked_caches, require_slopes
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.launch import (
     KV_BLOCK,
     PAGE_SIZE,
@@ -141,7 +142,7 @@ def split_attention(
         split = split_length(num_tiles * kv_heads, keys, kv_block, num_multiprocessors(q.device))
     require(split % kv_block == 0, "split {} is not a multiple of kv_block {}.", split, kv_block)
     splits = ceil_div(keys, split)
-    tile = attention_tile(pairs, d_head, q.dtype, group, splits > 1)
+    tile = attention_tile(pairs, d_head, q.dtype, gpu_of(q.device), group, splits > 1)
     if splits > 1:
         space = Workspace.of(num_tiles, kv_heads, splits, tile.rows, d_head, q.device)
     else:  # not used, but the kernel is compiled for both

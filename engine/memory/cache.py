@@ -19,6 +19,7 @@ from replaylens.engine.memory.pages import PageCopy, PagePool, PageTable
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.terminal import Later
 from replaylens.kernels.definition import CHUNK
+from replaylens.kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
     from replaylens.engine.memory import rooms
@@ -378,34 +379,40 @@ _PART, _NAMES = {"cpu": 16, "cuda": 8}, {16: "a sixteenth", 8: "an eighth"}
 where something was written"""
 
 
-def chosen_tokens(needs: Callable[[int], int], page_size: int, places: Mapping[torch.device, float]) -> tuple[int, str]:
+def chosen_tokens(
+    needs: Callable[[int], int], page_size: int, places: Mapping[torch.device, float], beside: int = 0
+) -> tuple[int, str]:
     """Positions for a cache on this machine now, a power of two, and why so many. No bit depends on it.
 
     needs   positions -> bytes
     places  where it will be, and the part of the layers that is there
+    beside  bytes that passes take of each GPU
     """
-    rooms = [(_free(place), _PART[place.type], part) for place, part in places.items() if part]
+    rooms = [(free_on(place), _PART[place.type], part) for place, part in places.items() if part]
     free, of, part = min(rooms, key=lambda each: each[0] / (each[1] * each[2]))
     room, tokens = free / (of * part), MOST_TOKENS
     while tokens > USUAL_TOKENS and needs(tokens) > room:
         tokens //= 2
-    while tokens > page_size and needs(tokens) > _held(places):
+    most = _held(places) if of == _PART["cpu"] else (free - beside) / part
+    while tokens > page_size and needs(tokens) > most:
         tokens //= 2
     tokens = max(tokens, page_size)
     holds = "fewer" if needs(tokens) > room else "more" if needs(2 * tokens) <= room else "no more"
     return tokens, f"{_NAMES[of]} of the {free / 2**30:.1f} GiB of free memory holds {holds}"
 
 
-def _free(place: torch.device) -> int:
+def free_on(place: torch.device) -> int:
+    """The bytes that this process may still take of a device; of a GPU as much as its facts leave, which may be imposed."""
     if place.type == "cpu":
         return free_memory()
-    unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)  # torch keeps what it freed
-    return torch.cuda.mem_get_info(place)[0] + unused
+    allocated = torch.cuda.memory_allocated(place)
+    unused = torch.cuda.memory_reserved(place) - allocated  # torch keeps what it freed
+    return max(0, min(torch.cuda.mem_get_info(place)[0] + unused, gpu_of(place).memory - allocated))
 
 
 def _held(places: Collection[torch.device]) -> int:
     host = total_memory()
-    return sum(host if x.type == "cpu" else torch.cuda.get_device_properties(x).total_memory for x in places)
+    return sum(host if x.type == "cpu" else gpu_of(x).memory for x in places)
 
 
 def require_memory(

@@ -30,7 +30,8 @@ from replaylens.kernels import grouped, route
 from replaylens.kernels.attention import MAX_REST, MAX_VALUES, attention
 from replaylens.kernels.definition import CHUNK
 from replaylens.kernels.edges import HIDDEN, REPLACED, CutPairs, cut_edges
-from replaylens.kernels.launch import grouped_rows
+from replaylens.kernels.gpus import Gpu
+from replaylens.kernels.launch import attention_tile, grouped_rows, heads_together
 from replaylens.kernels.lens import lens
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.norm import activation, norm_pair, norm_scale
@@ -103,13 +104,19 @@ def _rows(questions: Sequence[Question], rows: int) -> tuple[list[Sampling], lis
 # experts are chosen, so that passes with experts run inside CUDA graphs.
 
 
-def require_supported(config: ModelConfig) -> None:
-    """UnsupportedModel if the kernels cannot compute a model of this config."""
+def require_supported(config: ModelConfig, dtype: torch.dtype, gpu: Gpu) -> None:
+    """UnsupportedModel if the kernels cannot compute a model of this config, or a GPU has no room for its attention."""
     if config.latent is not None and (config.latent.rank > MAX_VALUES or config.rotary_dim > MAX_REST):
         raise UnsupportedModel(
             f"Latents of {config.latent.rank} and rotated keys of {config.rotary_dim} dimensions are not supported on CUDA: "
             f"the kernel has room for {MAX_VALUES} and {MAX_REST}. Use device='cpu'."
         )
+    width, kv_heads = (config.d_head, config.num_kv_heads) if config.latent is None else (config.latent.rank, 1)
+    group = heads_together(config.num_heads, kv_heads, width, dtype, gpu)
+    try:
+        attention_tile(group, width, dtype, gpu, group)
+    except ValueError as error:
+        raise UnsupportedModel(str(error)) from None
 
 
 @lru_cache(maxsize=64)

@@ -29,6 +29,7 @@ from replaylens.engine.passes.sharing import KeyLayout, LevelShape, Sharing, roo
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.terminal import pause_collector
 from replaylens.kernels import launch
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.shared import PagedRows, plan_tiles
 
 # ---- recorded --------------------------------------------------------------------------------------------------------
@@ -81,8 +82,9 @@ def recorded(step: Callable[[], T], runs: int, pool: Any = None, on: Any = None)
 SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 """possible numbers of rows of a graph; larger passes keep the device busy without one"""
 LARGE = 1024
-MAX_CAPTURED = 1 << 29
-"""a graph of more rows than LARGE holds at most so many bytes of captured sites: their values stay in its memory"""
+MAX_CAPTURED, SHARE = 1 << 29, 256
+"""a graph of more rows than LARGE holds at most so many bytes of captured sites, and one part in SHARE of the GPU's memory:
+their values stay in its memory. One of fewer rows holds four times that part"""
 MAX_GRAPHS = 24
 """beyond this, the least recently used graph is dropped"""
 WORTH = 8
@@ -215,6 +217,7 @@ class PassGraphs:
         self.model, self.cache, self.spare, self.vectors, self.worth = model, cache, spare, vectors, worth
         self._seen: Counter[PassShape] = Counter()
         self.graphs: OrderedDict[PassShape, PassGraph] = OrderedDict()
+        self._share = gpu_of(torch.device(vectors.device)).memory // SHARE
         self._captured: dict[frozenset[str], int] = {}
         """bytes of a row of these sites, at most"""
 
@@ -249,7 +252,7 @@ class PassGraphs:
         if sites not in self._captured:
             known = table(self.model.config)
             self._captured[sites] = sum(4 * math.prod(known.sites[known.resolve(site)].shape) for site in sites)
-        return rows <= LARGE or rows * self._captured[sites] <= MAX_CAPTURED
+        return rows * self._captured[sites] <= (4 * self._share if rows <= LARGE else min(MAX_CAPTURED, self._share))
 
     def _shape(
         self,

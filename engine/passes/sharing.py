@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from replaylens.engine.memory.cache import KVCache
 from replaylens.engine.passes.batch import Batch, SharedRun, shared_runs
+from replaylens.kernels.gpus import Gpu, gpu_of
 from replaylens.kernels.launch import KV_BLOCK, attention_tile, heads_together, next_power_of_2
 from replaylens.kernels.shared import SharedKeys, SharedLevel, rows_per_tile
 
@@ -32,6 +33,7 @@ class KeyLayout:
     d_head: int
     """of values"""
     dtype: torch.dtype
+    gpu: Gpu
     rest: int = 0
     """columns of a key beyond its value, if values are the first columns of keys; 0: they are stored beside them"""
 
@@ -39,7 +41,9 @@ class KeyLayout:
     def of(cls, cache: KVCache) -> "KeyLayout":
         kv_heads, width = cache.data.shape[3:]
         d_head = cache.value_width
-        return cls(cache.pool.page_size, cache.num_heads, kv_heads, d_head, cache.data.dtype, width - d_head)
+        return cls(
+            cache.pool.page_size, cache.num_heads, kv_heads, d_head, cache.data.dtype, gpu_of(cache.data.device), width - d_head
+        )
 
     @property
     def unit(self) -> int:
@@ -55,7 +59,7 @@ class KeyLayout:
     @property
     def group(self) -> int:
         """Query heads that share a program."""
-        return heads_together(self.heads, self.kv_heads, self.d_head, self.dtype)
+        return heads_together(self.heads, self.kv_heads, self.d_head, self.dtype, self.gpu)
 
     @property
     def full(self) -> bool:
@@ -65,7 +69,7 @@ class KeyLayout:
 
     def rows_per_tile(self, longest: int) -> int:
         """How many rows of one sequence share a tile if no sequence has more than `longest` rows."""
-        return rows_per_tile(self.heads, self.kv_heads, self.d_head, self.dtype, longest)
+        return rows_per_tile(self.heads, self.kv_heads, self.d_head, self.dtype, longest, self.gpu)
 
 
 class LevelShape(NamedTuple):
@@ -81,7 +85,7 @@ class Sharing:
 
     def __init__(self, runs: Sequence[SharedRun], counts: Sequence[int], layout: KeyLayout) -> None:
         """counts  number of rows of each sequence"""
-        group = layout.group
+        group, key = layout.group, (layout.d_head, layout.dtype, layout.gpu)
         offsets = np.cumsum([0, *counts])
         self.begun = np.zeros((int(offsets[-1]), 2), dtype=np.int32)
         self.tiles: list[NDArray[np.int32]] = []
@@ -90,7 +94,7 @@ class Sharing:
         for level in range(max(run.level for run in runs) + 1):
             mine = [run for run in runs if run.level == level]
             rows = [np.concatenate([np.arange(offsets[s], offsets[s + 1]) for s in run.sequences]) for run in mine]
-            height = attention_tile(max(map(len, rows)) * group, layout.d_head, layout.dtype, group, split=False).rows
+            height = attention_tile(max(map(len, rows)) * group, *key, group, split=False).rows
             self._add(level, mine, rows, height, group)
 
     def _add(self, level: int, runs: list[SharedRun], rows: list[NDArray[np.int64]], height: int, group: int) -> None:

@@ -17,6 +17,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.proof import doctor
 from replaylens.engine.proof.doctor import Certificate
 from replaylens.engine.proof.fingerprint import canonical_version, device_name, triton_version
+from replaylens.kernels.gpus import gpu_of
 
 _LOG = logging.getLogger(__name__)
 _EXAMINED: dict[str, Certificate] = {}
@@ -68,6 +69,7 @@ def _key(model: Decoder) -> str:
         replace(model.config, revision="").to_json(),
         str(model.dtype),
         device_name(model.device),
+        gpu_of(model.device).name,  # another one, if its facts are imposed
         torch.__version__,
         replaylens.__version__,
         canonical_version(model),

@@ -25,6 +25,7 @@ from replaylens.engine.proof.fingerprint import arithmetic_of
 from replaylens.engine.records import LensSpec
 from replaylens.kernels import attention as canonical
 from replaylens.kernels import recurrent_rows
+from replaylens.kernels.gpus import gpu_of
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, grouped_rows
 from replaylens.kernels.rope import rotate
@@ -125,7 +126,7 @@ def examine(model: Decoder) -> Certificate:
 
     The parts run in threads: most of a first examination is the compilation of kernels, during which other threads go on.
     """
-    require_supported(model.config)
+    require_supported(model.config, model.dtype, gpu_of(model.device))
     linears: dict[tuple[int, ...], tuple[str, Linear]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Linear):
@@ -242,7 +243,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
 
     def attend(index: Tensor, kv_block: int = KV_BLOCK, specialised: bool | None = None) -> Tensor:
         sequence = torch.zeros(len(index), dtype=torch.int32, device=device)
-        per_tile = rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, len(index))
+        per_tile = rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, len(index), gpu_of(q.device))
         tiles = plan_tiles([0] * len(index), per_tile).to(device) if len(index) > 1 else None
         rows = PagedRows(sequence, index.to(torch.int32), table, tiles, per_tile=per_tile if len(index) > 1 else 0)
         return canonical.attention(
@@ -266,7 +267,7 @@ def _attention(model: Decoder, random: Random, findings: list[Finding]) -> None:
     note("decode against prefill", all(torch.equal(attend(p[None]), whole[p[None]]) for p in singles))
     cut = torch.arange(length // 3 + 5, min(length, length // 3 + 70), device=device)
     note("window cut elsewhere", torch.equal(attend(cut), whole[cut]))
-    pairs = rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, length) * (c.num_heads // kv_heads)
+    pairs = rows_per_tile(c.num_heads, kv_heads, v.shape[-1], q.dtype, length, gpu_of(q.device)) * (c.num_heads // kv_heads)
     plain = sinks is None and slopes is None and c.latent is None and length > 1
     if plain and canonical.can_prefill(q, k, v, pairs, size, KV_BLOCK, KV_SPLIT):
         note("specialised warpgroups against others", torch.equal(attend(everything, specialised=True), whole))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple, TypedDict
 
-from replaylens.engine.errors import BadRequest
+import torch
+
+from replaylens.engine.errors import BadRequest, NotEnoughMemory, UnsupportedModel
 from replaylens.engine.loop.drafters import (
     Drafter,
     ForcedDrafter,
@@ -16,14 +18,24 @@ from replaylens.engine.loop.drafters import (
     TreeDrafter,
 )
 from replaylens.engine.loop.loop import Loop
-from replaylens.engine.memory.cache import PlacedCache, cache_bytes, chosen_tokens, require_memory, require_page_size
+from replaylens.engine.memory.cache import (
+    PlacedCache,
+    cache_bytes,
+    chosen_tokens,
+    free_on,
+    kv_bytes,
+    require_memory,
+    require_page_size,
+)
 from replaylens.engine.memory.pages import PageTable
+from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes.runner import Runner
 from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.values import as_int
 from replaylens.kernels.definition import CHUNK
+from replaylens.kernels.gpus import OLDEST, Gpu, gpu_of
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
@@ -33,6 +45,8 @@ _OPEN = 32
 """requests of a hybrid that run at once, each with the entries of two chunks: the open one, and the next"""
 PAGE = 16
 """default of `page_size`"""
+FEWEST_TOKENS = 512
+"""positions of a GPU's cache below which an engine is refused"""
 
 
 class Sizes(NamedTuple):
@@ -44,6 +58,10 @@ class Sizes(NamedTuple):
     """positions whose recurrent entries are kept"""
     why: str
     """why so many positions; empty: they were given"""
+    lone_rows: int = 0
+    """most rows of a pass over prompts for which nobody waits; 0: as many as of any pass"""
+    memory: str = ""
+    """of a GPU: what is held and reserved, in words"""
 
     @classmethod
     def of(
@@ -52,11 +70,15 @@ class Sizes(NamedTuple):
         tokens: int | None = None,
         page_size: int = PAGE,
         state_tokens: int | None = None,
-        max_rows: int = CPU_ROWS,
+        max_rows: int | None = None,
         draft_model: Decoder | None = None,
     ) -> Sizes:
         """The sizes that are given, or else those that this machine has room for now."""
-        config, stages = model.config, model.stages
+        config, stages, on_cuda, lone_rows = model.config, model.stages, model.device.type == "cuda", 0
+        free = free_on(model.device) if on_cuda else 0
+        if on_cuda and max_rows is None:
+            lone_rows = rows_for(config, model.dtype, free)
+        max_rows = max_rows or (CUDA_ROWS if on_cuda else CPU_ROWS)
         least = max_rows + 4 * CHUNK  # a pass, the chunk before it and the tail of another
         if state_tokens is not None and config.mixer is None:
             raise BadRequest(f"This {config.family} model has no recurrent layers, so state_tokens is of no use. Leave it out.")
@@ -72,21 +94,62 @@ class Sizes(NamedTuple):
             small = draft_model and cache_bytes(draft_model.config, tokens, page_size, draft_model.dtype, None)
             return own + (small or 0)
 
-        why = ""
+        why, beside = "", pass_bytes(config, model.dtype, max(max_rows, lone_rows)) if on_cuda else 0
         if tokens is None:
             places = {model.device: 1.0} if not stages else dict.fromkeys((stage.device for stage in stages), 0.0)
             for stage in stages:
                 places[stage.device] += (stage.end - stage.first) / config.num_layers
-            tokens, why = chosen_tokens(needs, page_size, places)
+            tokens, why = chosen_tokens(needs, page_size, places, beside)
         tokens = as_int("cache_tokens", tokens, page_size)
         devices = {stage.device for stage in stages} or {model.device}
         require_memory(config, tokens, page_size, model.dtype, devices, None if stages else states(tokens))
-        return cls(tokens, states(tokens), why)
+        if not on_cuda or stages:
+            return cls(tokens, states(tokens), why, lone_rows)
+        gpu, held = gpu_of(model.device), torch.cuda.memory_allocated(model.device)
+        most, each = max(max_rows, lone_rows), kv_bytes(config, model.dtype)
+        memory = divided(gpu, free, held, tokens, needs(tokens), most, beside, each, FEWEST_TOKENS if why else 1)
+        return cls(tokens, states(tokens), why, lone_rows, memory)
 
     @classmethod
     def usual(cls, model: Decoder) -> Sizes:
         """Those of an engine that is made without options."""
-        return cls.of(model, None, usual_page(model), None, CUDA_ROWS if model.device.type == "cuda" else CPU_ROWS)
+        return cls.of(model, None, usual_page(model))
+
+
+def pass_bytes(config: ModelConfig, dtype: torch.dtype, rows: int) -> int:
+    """What a pass of so many rows takes besides weights and cache, about: the values between two products, of a layer."""
+    width, mixture, mixer = config.d_model, config.mixture, config.mixer
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.d_head + config.num_heads * config.d_head
+    mlp = 3 * config.d_mlp
+    if mixture is not None:
+        mlp = max(mlp, mixture.routing.top * (3 * mixture.d_expert + width))
+    return rows * dtype.itemsize * (4 * width + heads + mlp + (2 * mixer.columns[-1] if mixer else 0))
+
+
+def rows_for(config: ModelConfig, dtype: torch.dtype, free: int) -> int:
+    """Rows of a pass that is over prompts alone: as many as take an eighth of a GPU's free memory, up to `CUDA_LONE_ROWS`."""
+    rows = CUDA_LONE_ROWS
+    while rows > CUDA_ROWS and pass_bytes(config, dtype, rows) > free // 8:
+        rows //= 2
+    return rows
+
+
+def divided(gpu: Gpu, free: int, held: int, tokens: int, cache: int, rows: int, passes: int, each: int, fewest: int = 1) -> str:
+    """What is held and reserved of a GPU's memory, in words. NotEnoughMemory if it does not fit.
+
+    free    bytes after the weights are there, of which `cache` and `passes` are to be taken; held: those of the weights
+    tokens  positions of the cache, of `each` bytes at least; fewer than `fewest` are of no use
+    """
+    unit = lambda count: f"{count / 2**30:,.1f} GiB"  # noqa: E731
+    parts = f"weights {unit(held)}, KV of cache_tokens={tokens:,} {unit(cache)}, passes of up to {rows:,} rows {unit(passes)}"
+    if cache + passes <= free and tokens >= fewest:
+        return f"{unit(gpu.memory)} of {gpu.name}: {parts}; {unit(free - cache - passes)} stay free"
+    most = max(0, free - passes) // max(1, each)
+    fewer = f"Give cache_tokens={most // PAGE * PAGE} at most" if most >= FEWEST_TOKENS else "Give a smaller max_rows"
+    raise NotEnoughMemory(
+        f"{gpu.name} has {unit(gpu.memory)}, of which {unit(free)} are free after the weights: {parts}. {fewer}, or divide the "
+        "layers over several GPUs with devices=[...]."
+    )
 
 
 def usual_page(model: Decoder) -> int:
@@ -163,8 +226,32 @@ def replay_on_devices(runner: Runner) -> None:
     )
 
 
+def require_gpu(device: torch.device) -> None:
+    """UnsupportedModel for a GPU that no kernel is compiled for, BadRequest if the facts of an unknown one are imposed."""
+    try:
+        gpu = gpu_of(device)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if (reason := unsupported(gpu, torch.version.hip)) is not None:
+        raise UnsupportedModel(
+            f"{reason} Kernels are compiled for NVIDIA GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later (A100, RTX "
+            "30 and their successors). Use device='cpu', whose float32 has the same bits everywhere."
+        )
+
+
+def unsupported(gpu: Gpu, hip: str | None) -> str | None:
+    """Why no kernel runs on a GPU; None if they do."""
+    if hip is not None:
+        return f"{gpu.name} is an AMD GPU (ROCm {hip}), which is not supported."
+    if gpu.capability < OLDEST:
+        return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, which is not supported."
+    return None
+
+
 def require_device(model: Decoder) -> None:
-    """Raise BadRequest for a model on a device where no engine computes."""
+    """Raise BadRequest for a model on a device where no engine computes, UnsupportedModel for one that it does not support."""
+    if model.device.type == "cuda":
+        require_gpu(model.device)
     if model.device.type not in ("cpu", "cuda"):
         raise BadRequest(
             f"The weights are on the device {str(model.device)!r}, where no engine computes; 'meta' holds no numbers. Load "

@@ -20,6 +20,7 @@ from replaylens.engine.model.layers import expert_products
 from replaylens.engine.passes import cpu
 from replaylens.engine.request.edits import Edit
 from replaylens.kernels import cpu_experts
+from replaylens.kernels.gpus import KNOWN
 from replaylens.replay.run import Run
 from replaylens.tasks import WordTokenizer
 from tests.engine.reference import random_decoder
@@ -85,13 +86,18 @@ def test_a_routing_that_looks_at_its_neighbours_is_found(model: Decoder, monkeyp
 def test_which_models_the_kernels_have_room_for() -> None:
     from replaylens.engine.passes.cuda import require_supported  # imports triton: see tests/kernels/conftest.py
 
-    require_supported(WIDE)
-    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True))
+    given = torch.float32, KNOWN["H200"]
+    require_supported(WIDE, *given)
+    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, sinks=True), *given)
     wide = replace(ModelConfig(2, 32, 4, 4, 8, 48, 61, 64, rotary_dim=4), latent=Latent(rank=513, d_value=8, query_rank=0))
-    require_supported(replace(wide, latent=Latent(rank=512, d_value=8, query_rank=0)))
+    latents = replace(wide, latent=Latent(rank=512, d_value=8, query_rank=0))
+    require_supported(latents, *given)
     with pytest.raises(UnsupportedModel, match="Latents of 513 and rotated keys of 4 dimensions are not supported on CUDA"):
-        require_supported(wide)
-    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, slopes=(0.5,) * 4))
+        require_supported(wide, *given)
+    require_supported(ModelConfig(2, 32, 4, 2, 8, 48, 61, 64, slopes=(0.5,) * 4), *given)
+    require_supported(latents, torch.bfloat16, KNOWN["4090"])
+    with pytest.raises(UnsupportedModel, match=r"512 per KV head in float32 takes [\d,]+ bytes .* block of 4090 has 101,376"):
+        require_supported(latents, torch.float32, KNOWN["4090"])
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------------

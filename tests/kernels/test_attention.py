@@ -6,6 +6,7 @@ from torch import Tensor
 
 from replaylens.kernels import reference
 from replaylens.kernels.attention import Workspace, attention
+from replaylens.kernels.gpus import MEASURED, gpu_of
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together
 from replaylens.kernels.matmul import head_matmul, head_plan, matmul
 from replaylens.kernels.shared import PagedRows, plan_tiles, rows_per_tile
@@ -100,7 +101,7 @@ def test_sinks_in_a_long_prefill(case, same, d_head):
     """Tall tiles of many rows, as large prompts have them: every row has the bits that it has alone, with its sink."""
     s = setting(case, [2200], heads=16, kv_heads=2, d_head=d_head)
     sinks = case.randn(16, seed=9) + 8.0
-    per_tile = rows_per_tile(16, 2, d_head, case.dtype, 2200)
+    per_tile = rows_per_tile(16, 2, d_head, case.dtype, 2200, gpu_of(torch.device(case.device)))
     tiles = plan_tiles(s.sequences, per_tile).to(case.device)
     rows = PagedRows(s.rows.sequence, s.rows.position, s.rows.page_table, tiles, 2200, per_tile)
     whole = attention(s.q, s.k, s.v, rows, 0.3, sinks=sinks)
@@ -147,7 +148,13 @@ def test_head_sizes(case, same, d_head):
     case.close(got, s.truth(chosen))
     if case.gpu:
         tile = AttentionTile(32, 8, 1) if case.dtype == torch.float32 else AttentionTile(64, 8, 2)
-        same(s.attend(per_tile=tile.rows // heads_together(heads, kv_heads, d_head, case.dtype), tile=tile)[chosen], got)
+        same(
+            s.attend(
+                per_tile=tile.rows // heads_together(heads, kv_heads, d_head, case.dtype, gpu_of(torch.device(case.device))),
+                tile=tile,
+            )[chosen],
+            got,
+        )
 
 
 def test_pages_may_lie_anywhere(case, same):
@@ -262,7 +269,7 @@ def test_every_schedule_has_the_same_bits(case, same, heads, rank, rest):
     want = s.truth(chosen)
     # a score is one float32 sum over all columns, in their order: at a fixed scale its error grows with their number
     case.close(got, want, slack=max(1.0, (rank + rest) / 256))
-    per_tile = rows_per_tile(heads, 1, rank, case.dtype, 64)
+    per_tile = rows_per_tile(heads, 1, rank, case.dtype, 64, gpu_of(torch.device(case.device)))
     last, count = chosen[0], 400 if case.gpu else 2
     rows = list(range(last + 1 - count, last + 1))
     for split in (True, False):
@@ -273,13 +280,13 @@ def test_every_schedule_has_the_same_bits(case, same, heads, rank, rest):
 
 
 def test_heads_are_divided_among_programs_if_values_are_wide():
-    assert heads_together(128, 1, 512, torch.bfloat16) == 64
-    assert heads_together(128, 1, 512, torch.float32) == 16
-    assert heads_together(20, 1, 300, torch.float32) == 10
-    assert heads_together(40, 1, 256, torch.float32) == 10
-    assert heads_together(40, 2, 256, torch.float32) == 20
-    assert heads_together(40, 1, 512, torch.bfloat16) == 40
-    assert heads_together(128, 1, 256, torch.bfloat16) == 128
+    assert heads_together(128, 1, 512, torch.bfloat16, MEASURED) == 64
+    assert heads_together(128, 1, 512, torch.float32, MEASURED) == 16
+    assert heads_together(20, 1, 300, torch.float32, MEASURED) == 10
+    assert heads_together(40, 1, 256, torch.float32, MEASURED) == 10
+    assert heads_together(40, 2, 256, torch.float32, MEASURED) == 20
+    assert heads_together(40, 1, 512, torch.bfloat16, MEASURED) == 40
+    assert heads_together(128, 1, 256, torch.bfloat16, MEASURED) == 128
 
 
 def test_widths_that_do_not_fit_are_refused(case):

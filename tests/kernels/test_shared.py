@@ -8,6 +8,7 @@ import torch
 
 from replaylens.engine.passes.sharing import MAX_LEVELS, KeyLayout, find_sharing
 from replaylens.kernels.attention import attention
+from replaylens.kernels.gpus import MEASURED, gpu_of
 from replaylens.kernels.launch import KV_BLOCK, KV_SPLIT, AttentionTile, heads_together, next_power_of_2
 from replaylens.kernels.shared import PagedRows, SharedKeys, SharedLevel, plan_tiles
 from tests.devices import swept
@@ -106,7 +107,7 @@ def test_sinks_slopes_and_latents_have_the_bits_of_each_row_alone(case, same, sp
     if latent and case.gpu:
         shape = dict(heads=24, kv_heads=1, d_head=200 if case.dtype == torch.float32 else 300, rest=6)  # wider: never shared
     tree = Tree(case, 3, decode=split, **shape)
-    tree.group = heads_together(tree.group, 1, tree.v.shape[-1], tree.q.dtype)
+    tree.group = heads_together(tree.group, 1, tree.v.shape[-1], tree.q.dtype, gpu_of(tree.q.device))
     sinks = case.randn(tree.q.shape[1], seed=5) + 0.9 * tree.q.shape[2] ** 0.5  # as large as the largest of many scores
     height = max(16, next_power_of_2(tree.group))
     tile = AttentionTile(height, 4, 1)
@@ -156,7 +157,7 @@ def test_tiles_that_cannot_hold_their_rows_are_refused(case):
 # ---- sharing ----------------------------------------------------------------------------------------------------------
 # Which rows share keys: found from page tables, chosen by cost.
 
-LAYOUT = KeyLayout(16, 8, 2, 128, torch.bfloat16)
+LAYOUT = KeyLayout(16, 8, 2, 128, torch.bfloat16, MEASURED)
 UNIT = 64
 
 
@@ -214,21 +215,21 @@ def test_sharing_must_be_worth_its_launch() -> None:
 
 
 def test_pages_that_do_not_fit_blocks_are_not_shared() -> None:
-    layout = KeyLayout(24, 8, 2, 128, torch.bfloat16)
+    layout = KeyLayout(24, 8, 2, 128, torch.bfloat16, MEASURED)
     assert layout.unit == 0
     assert find_sharing(np.ones((2, 9), np.int32), [200, 200], [1, 1], layout, 1) is None
-    assert KeyLayout(128, 8, 2, 128, torch.bfloat16).unit == 128
+    assert KeyLayout(128, 8, 2, 128, torch.bfloat16, MEASURED).unit == 128
 
 
 def test_latents_are_shared_unless_the_heads_of_a_row_fill_a_tile() -> None:
     """A latent is stored once. 128 heads fill two tiles, so sharing would save no product; wide float32 values have no room."""
-    lite, full = (KeyLayout(16, heads, 1, 512, torch.bfloat16, rest=64) for heads in (16, 128))
+    lite, full = (KeyLayout(16, heads, 1, 512, torch.bfloat16, MEASURED, rest=64) for heads in (16, 128))
     assert lite.key_bytes == full.key_bytes == 576 * 2 and (lite.group, full.group) == (16, 64)
     paths = [[1, 2, 3, 7], [1, 2, 3, 8]]
     shared = lambda layout: find_sharing(tables(*paths), [4 * UNIT] * 2, [1, 1], layout, 1)  # noqa: E731
     assert shared(lite) is not None and shared(full) is None
-    assert shared(KeyLayout(16, 4, 1, 512, torch.float32, rest=64)) is None
-    assert shared(KeyLayout(16, 6, 1, 13, torch.float32, rest=6)) is not None
+    assert shared(KeyLayout(16, 4, 1, 512, torch.float32, MEASURED, rest=64)) is None
+    assert shared(KeyLayout(16, 6, 1, 13, torch.float32, MEASURED, rest=6)) is not None
 
 
 def test_random_trees_share_only_equal_pages() -> None:

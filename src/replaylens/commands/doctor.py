@@ -15,6 +15,7 @@ from rich.table import Table
 from replaylens.commands.options import MODEL_HELP, DtypeOption, RanksOption
 from replaylens.commands.reporting import reporting
 from replaylens.engine.machine import optional, require_room
+from replaylens.kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -53,7 +54,8 @@ def doctor(
         typer.echo(certificate.to_json())
     else:
         cache = Sizes.usual(loaded)
-        _show(certificate, model, f"cache_tokens here by default: {cache.tokens:,}; {cache.why}")
+        said = [str(gpu_of(loaded.device)), cache.memory] if loaded.device.type == "cuda" else []
+        _show(certificate, model, "\n".join([*said, f"cache_tokens here by default: {cache.tokens:,}; {cache.why}"]))
     if not certificate.certified:
         raise typer.Exit(1)
 

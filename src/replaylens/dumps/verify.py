@@ -399,6 +399,8 @@ def diff(a: str | Path | Dump, b: str | Path | Dump, *, accepted: bool = False, 
         if problems := index_problems(dump.files):
             raise BadDump(f"{dump.url} contradicts itself: {'; '.join(problems)}. Copy it again from an intact dump.")
     remarks = [f"fingerprint: {line}" for line in mine.manifest.fingerprint.differences(yours.manifest.fingerprint)]
+    if advice := mine.manifest.fingerprint.other_kind(yours.manifest.fingerprint):
+        remarks.insert(0, advice)
     remarks += [f"plan: {line}" for line in mine.manifest.plan.differences(yours.manifest.plan)]
     arithmetic = mine.manifest.fingerprint.arithmetic, yours.manifest.fingerprint.arithmetic
     every = sorted({*mine.manifest.plan.examples, *yours.manifest.plan.examples})

@@ -24,6 +24,7 @@ from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import DTYPES
 from replaylens.engine.request.values import as_bool, as_list, short_repr
+from replaylens.engine.serving.assembly import require_gpu
 from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.weights import loading, zoo
 from replaylens.weights.source import HubOptions, is_hub_name
@@ -138,10 +139,14 @@ def thinks(source: Any) -> bool:
 
 def default_dtype(device: str, dtype: str | torch.dtype | None = None) -> torch.dtype:
     """The dtype that a device computes in; BadRequest if the device is missing or does not support it."""
+    if isinstance(device, str) and device.partition(":")[0] == "mps":
+        raise UnsupportedModel("Apple GPUs (mps) are not supported: kernels are compiled for NVIDIA GPUs. Use device='cpu'.")
     if not isinstance(device, str) or device not in ("cpu", "cuda"):
         raise BadRequest(f"Unknown device {short_repr(device)}. Use 'cpu' or 'cuda'.")
     if device == "cuda" and not torch.cuda.is_available():
         raise BadRequest("No CUDA device found. Use device='cpu'.")
+    if device == "cuda":
+        require_gpu(torch.device("cuda", torch.cuda.current_device()))
     given = ("float32" if device == "cpu" else "bfloat16") if dtype is None else dtype
     name = str(given).removeprefix("torch.") if isinstance(given, torch.dtype) else given
     if not isinstance(name, str) or name not in DTYPES:

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from replaylens.engine.errors import BadRequest, BadWeights, MissingTensor, NotEnoughMemory, UnsupportedModel
 from replaylens.engine.machine import total_memory
+from replaylens.engine.memory.cache import free_on
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import Packable
 from replaylens.engine.model.program import Program
+from replaylens.kernels.gpus import Gpu, gpu_of
 
 # ---- source ----------------------------------------------------------------------------------------------------------
 
@@ -186,9 +188,19 @@ class Divider(Protocol):
 
 def free_memory(device: torch.device) -> int:
     """Bytes; of a CPU those of the machine."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return total_memory()
+    return free_on(device) if device.type == "cuda" else total_memory()
+
+
+def require_fit(needs: int, dtype: torch.dtype, gpu: Gpu, free: int, devices: int = 1) -> None:
+    """NotEnoughMemory, before anything is read, if weights of so many bytes exceed the free bytes of the GPUs."""
+    if needs > free:
+        smaller = "dtype='bfloat16'" if dtype == torch.float32 else "a smaller model"
+        where = f"{devices} GPUs from {gpu.name} on have" if devices > 1 else f"{gpu.name} has"
+        raise NotEnoughMemory(
+            f"The weights take {needs / 2**30:,.1f} GiB in {str(dtype).removeprefix('torch.')}, and {where} "
+            f"{free / 2**30:,.1f} GiB free of {devices * gpu.memory / 2**30:,.1f}. Use {smaller}, several GPUs "
+            "(devices=[...]), or device='cpu'."
+        )
 
 
 class Filler:
@@ -217,6 +229,11 @@ class Filler:
         self.divider = None if isinstance(packed, bool) else packed
         self.divided = {} if self.divider is None else self.divider.packable(self.model)
         self.wanted = {name: tuple(x.shape) for name, x in self.model.state_dict().items()}
+        if self.device.startswith("cuda") and not self.divided:
+            devices = [torch.device(device)] if isinstance(device, str) else [torch.device(x) for x in device]
+            held = self.model.state_dict().items()
+            needs = sum(x.numel() * (2 if name in self.packable else dtype.itemsize) for name, x in held)
+            require_fit(needs, dtype, gpu_of(devices[0]), sum(map(free_memory, devices)), len(devices))
         self._held: dict[str, Tensor] = {}
         self._seen: set[str] = set()
         self._faults: list[str] = []
