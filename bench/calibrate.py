@@ -28,7 +28,7 @@ from replaylens.probes.errors import BadRows
 from replaylens.probes.groups import near_duplicates
 from replaylens.probes.intervals import mean_over_groups
 from replaylens.probes.questions.transfer import transfer, transfer_across
-from replaylens.probes.report import shown
+from replaylens.probes.verdicts import shown
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
 from tests.probes.synthetic import labelled_rows

@@ -17,7 +17,7 @@ from replaylens.probes.checks import folds_and_seed, same_length
 from replaylens.probes.controls import bags
 from replaylens.probes.errors import BadRows, ProbeError, SharedRows
 from replaylens.probes.forks.distributions import entropy, shares
-from replaylens.probes.intervals import Estimate, corrected_p, difference_over_groups, lower_bounds
+from replaylens.probes.intervals import Estimate, corrected_p, difference_over_groups, one_sided_bounds
 from replaylens.probes.permutations import shuffled_order
 from replaylens.probes.registry import smoothed, solve_chosen
 from replaylens.probes.report import Report, score_line
@@ -212,7 +212,7 @@ def _gains(
         (cell, name) for cell in cells for name in losses if not name.startswith(UNTRAINED) or name == f"{UNTRAINED} {cell}"
     ]
     gains = np.stack([losses[name] - cells[cell] for cell, name in pairs])
-    _, low = lower_bounds(gains, data.groups, seed=seed, folds=folds)
+    low = one_sided_bounds(gains, data.groups, seed=seed, folds=folds).low
     p = corrected_p(gains, data.groups, folds)
     lines = []
     for (cell, name), gain, least, chance in zip(pairs, gains, low, p, strict=True):

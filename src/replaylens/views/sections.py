@@ -12,7 +12,7 @@ from replaylens import tasks
 from replaylens.engine.errors import BadRequest, InternalError
 from replaylens.engine.request.values import as_list
 from replaylens.engine.request.values import short_repr as in_words
-from replaylens.probes.report import CONTROLS, Report, best_of, shown
+from replaylens.probes.report import CONTROLS, Report
 from replaylens.views import draw
 from replaylens.views import maps as heatmap
 from replaylens.views.examples import DumpedExample
