@@ -272,8 +272,8 @@ class Difference:
         return getattr(self.own, name) - np.mean([getattr(each, name) for each in self.placebos], axis=0), self.roots
 
     def p_of_placebos(self, name: str) -> float:
-        """That another direction does as much: placebos are a sample of directions, and the effect is that of one more (a t test
-        of a new observation). 0 if they do not vary."""
+        """That another direction does as much: placebos are a sample of directions, and the effect is that of one more (a t
+        test of a new observation). 0 if they do not vary."""
         means, count = np.array([getattr(each, name).mean() for each in self.placebos]), len(self.placebos)
         spread = means.std(ddof=1) * np.sqrt(1 + 1 / count) if count > 1 else 0.0
         lead = getattr(self.own, name).mean() - means.mean()

@@ -10,7 +10,8 @@ is tested on rows that it has seen.
 
 Prompts of a task are independent draws, which meet by chance: there a group is what shares an observation. Given texts are
 whatever their author made of them, such as a few beginnings with many endings, and a label of the beginning is then one
-observation for all its endings. So texts that begin alike are one group (`shared_beginnings`), unless the caller says otherwise.
+observation for all its endings. So texts that begin alike are one group (`shared_beginnings`), unless the caller says
+otherwise.
 
 `independent` prepares rows for a probe: every observation once, in at least `MIN_GROUPS` groups where possible.
 """
@@ -124,8 +125,8 @@ INDEPENDENT = "independent"
 
 
 def alike(rows: ProbeRows) -> np.ndarray:
-    """[rows]: a value for each row, equal for rows of texts that begin alike. Of tasks, whose prompts are independent draws, and
-    of rows without tokens, rows of one root alone."""
+    """[rows]: a value for each row, equal for rows of texts that begin alike. Of tasks, whose prompts are independent draws,
+    and of rows without tokens, rows of one root alone."""
     if rows.about.task is not None and not rows.about.of_texts:
         return rows.roots
     paths = histories(rows)

@@ -403,7 +403,14 @@ def require_orders(permutations: int, rows: int) -> None:
 
 
 def refitted(
-    estimator: str, x: Tensor, goal: Goal, orders: np.ndarray, split: Split, *, nuisance: np.ndarray | None = None
+    estimator: str,
+    x: Tensor,
+    goal: Goal,
+    orders: np.ndarray,
+    split: Split,
+    *,
+    nuisance: np.ndarray | None = None,
+    jobs: int = 1,
 ) -> Null:
     """Held-out scores of the cells x [cells, rows, d] on the labels and on permuted ones, with a new fit for each.
 
@@ -413,7 +420,7 @@ def refitted(
     tested, fold, scores = split.test.any(0) & goal.present, split.test.argmax(0), []
     for first in range(0, len(goals), _TOGETHER):
         some = goals[first : first + _TOGETHER]
-        said = held_out(estimator, x, some, split.train, split.test, nuisance=nuisance, groups=split.roots)
+        said = held_out(estimator, x, some, split.train, split.test, nuisance=nuisance, groups=split.roots, jobs=jobs)
         scores += [_compared(said.of(i, each, tested), each, tested, fold) for i, each in enumerate(some)]
     return Null(scores[0], np.stack(scores[1:]), constant_scores(goals, tested))
 

@@ -89,12 +89,15 @@ def _labels(main: pd.DataFrame, held_out: bool) -> Iterator[str]:
         if best["metric"] == "accuracy" and pd.notna(best.get("auroc_low")):
             yield f"  AUROC there {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}]."
         if decided == "control_task" and verdict.outcome != SHOWN and not held_out:
-            yield "  Readable, but the probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=)."
+            yield "  Readable, but the probe learns a random class per context as well."
+            yield "  Hold out contexts to tell them apart: sweep(groups=)."
         if verdict.outcome != SHOWN and not held_out and decided in ("bag_of_tokens", "token_identity"):
             yield "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
 
 
 def _decision(line: pd.Series, decided: str) -> str:
+    if decided == "no test":
+        return "nothing: there is no p without a new fit for each permutation (give permutations=, or another estimator)"
     if decided == "p_family":
         side = ">" if float(line["p_family"]) > ERROR else "<="
         return f"p over the grid {side} {ERROR}"
@@ -121,6 +124,8 @@ def _method(main: pd.DataFrame, settings: Mapping[str, Any]) -> str:
 
 
 def _p(line: pd.Series) -> str:
+    if pd.isna(line["p_family"]):
+        return f"no p ({_sizes(line)})"
     p = float(line["p_family"])
     return f"p {'< 0.001' if p < 0.001 else f'= {p:.3f}'} over the grid ({line['test']}; {_sizes(line)})"
 
@@ -426,8 +431,8 @@ def _title(part: pd.DataFrame, label: str) -> str:
 
 
 def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
-    """Score by layer with its interval and the mark of its verdict, one panel per position, one line per site; every control that
-    was run, those of the first site."""
+    """Score by layer with its interval and the mark of its verdict, one panel per position, one line per site; every control
+    that was run, of the first site."""
     part, label = _narrow(table, label, estimator)
     positions = list(dict.fromkeys(part["position"]))
     figure = picture(1.0 + 3.2 * len(positions), 3.2)

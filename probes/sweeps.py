@@ -396,8 +396,8 @@ def sweep(
              of the given run makes them
     groups   what more than the prompt makes rows alike, such as the topic or the author of your own texts, or words to hold
              out: a column of the index (a label, `text`), or one value per example or per row. Prompts that share a value are
-             one group: in one fold, exchanged together. Held-out words leave a control task nothing to memorise. Default: texts of
-             your own that begin alike are one group; "independent" takes them as independent, and the verdict says so
+             one group: in one fold, exchanged together. Held-out words leave a control task nothing to memorise. Default: texts
+             of your own that begin alike are one group; "independent" takes them as independent, and the verdict says so
     resume   a folder for finished parts, from which an interrupted sweep resumes
     jobs     number of processes for estimators that are fitted one by one; -1: one per core
     backend  of joblib; `ray` for a cluster
@@ -574,7 +574,7 @@ class _Sweep:
         if len(place.split) == 1:  # the labels of the tested rows took no part in any fit
             how = (roots, groups, place.tested(goal), settings.permutations, settings.seed)
             place.add_null(estimator, goal, batch, exchanged(held.of(number, goal, place.tested(goal)), goal, *how))
-        elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
+        elif registry.get(estimator).refits:
             here, orders, why = _exchange(goal, roots, groups, settings, place.split.train)
             place.skipped += why
             if orders is not None:
@@ -586,7 +586,7 @@ class _Sweep:
     ) -> dict[str, np.ndarray]:
         """The fields of a `Null`: scores on the labels and on permuted ones."""
         x = _single(self._load(place.rows, batch))
-        null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place))
+        null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place), jobs=self.jobs)
         return {"observed": null.observed, "drawn": null.drawn, "constant": _constant(null)}
 
     def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: SweepCache, part: str) -> None:

@@ -186,8 +186,8 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
     level = (
         joint_level([(block.gains(block.said()), block.groups) for block in main], settings.seed) if main else intervals.LEVEL
     )
-    made = [(b, list(_lines(b, shared[b.place.position, b.number], ERROR / len(main), level))) for b in blocks]
-    _correct([(block, lines) for block, lines in made if block.goal.role == LABEL])
+    made = [(b, list(_lines(b, shared[b.place.position, b.number], ERROR / len(main), level, settings))) for b in blocks]
+    _correct([(block, lines) for block, lines in made if block.goal.role == LABEL and not _refused(block, settings)])
     for block, own in made:
         if block.goal.role == ZERO:
             for line, p in zip(own, _corrected(block), strict=True):
@@ -201,11 +201,18 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
     return Report("sweep", lines, source, settings.to_json(), notes)
 
 
+def _refused(block: SweepBlock, settings: SweepSettings) -> bool:
+    """Whether there is no p: the estimator is not fitted again for each permutation, or no permutations are asked for. A t test
+    on fits that were made once would be off: too strict by half for some estimators, too lax for others."""
+    there = block.place.null(block.estimator, block.goal) is not None
+    return not there and (not settings.permutations or not registry.get(block.estimator).refits)
+
+
 def _correct(made: list[tuple[SweepBlock, list[dict[str, Any]]]]) -> None:
     """Mutates the lines: p-values of each cell, corrected for the grid, and false discovery rates.
 
-    Cells with permutation tests are corrected by their largest score under permutation, the others by their number
-    (Bonferroni). If a grid has both kinds, each gets half of the error.
+    Cells with permutation tests are corrected by their largest score under permutation, those where labels cannot change
+    places, which have a t test, by their number (Bonferroni). If a grid has both kinds, each gets half of the error.
     """
     permuted = [(own, null) for block, own in made if (null := block.place.null(block.estimator, block.goal)) is not None]
     others = [(block, own) for block, own in made if block.place.null(block.estimator, block.goal) is None]
@@ -235,7 +242,9 @@ def _constant(block: SweepBlock) -> np.ndarray:
     return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
 
 
-def _lines(block: SweepBlock, shared: "Shared", error: float, level: float) -> Iterator[dict[str, Any]]:
+def _lines(
+    block: SweepBlock, shared: "Shared", error: float, level: float, settings: SweepSettings
+) -> Iterator[dict[str, Any]]:
     """One line per cell.
 
     error  that the bounds of the margins of all cells together may have
@@ -266,7 +275,7 @@ def _lines(block: SweepBlock, shared: "Shared", error: float, level: float) -> I
             "p": None,
             "p_family": None,
             "q": None,
-            "test": _test_name(block, null),
+            "test": None if _refused(block, settings) else _test_name(block, null),
             "rows": int(place.copies[block.tested].sum()),
             "distinct": len(np.unique(path_keys(place.rows)[block.tested])),
             "roots": len(np.unique(place.rows.roots[block.tested])),

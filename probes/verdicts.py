@@ -6,11 +6,11 @@ below      it is not, and the call can tell: the upper bound, which holds for al
 undecided  neither; with the number of independent groups that would decide, if the estimate stayed
 inverted   the effect is below 0 as surely as a shown one is above: a probe that reads the opposite
 
-One family is all that a call tests. Each group's sum keeps its size and takes a random sign, the same in every cell: where there
-is no effect, sums are as likely as their opposites. p is the share of signs for which the largest of all cells' statistics
-reaches a cell's own (Westfall and Young 1993): exact for symmetric sums, whatever cells have in common. Sweeps, which can fit
-again, exchange labels instead (`permutations`). Intervals of several cells take the level at which they hold jointly, by the
-same signs, so the best cell may be picked.
+One family is all that a call tests. Each group's sum keeps its size and takes a random sign, the same in every cell: where
+there is no effect, sums are as likely as their opposites. p is the share of signs for which the largest of all cells'
+statistics reaches a cell's own (Westfall and Young 1993): exact for symmetric sums, whatever cells have in common. Sweeps,
+which can fit again, exchange labels instead (`permutations`). Intervals of several cells take the level at which they hold
+jointly, by the same signs, so the best cell may be picked.
 """
 
 from collections.abc import Mapping, Sequence
@@ -212,7 +212,7 @@ def error_of(estimate: Estimate, groups: float) -> float:
 
 
 def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
-    """The verdict on one line of a sweep; None for known zeros.
+    """The verdict on one line of a sweep; None for known zeros. Without p, nothing is shown.
 
     A label is shown if it scores more than chance over the whole grid, and more than every control that was run. Chance is
     tested by permutation (`p_family`), which keeps the frequencies of the classes, so that the majority needs no further test.
@@ -220,10 +220,10 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
     the whole grid. It is below the bound if the upper bound of its lead over chance or over any of the controls is.
     """
     p, margin = line.get("p_family"), line.get("margin")
-    if _missing(p):
+    if line.get("known_zero"):
         return None
     guess = line.get("majority") if not _missing(line.get("majority")) else line.get("chance")
-    beyond_chance, beyond = p <= ERROR, _missing(margin) or margin > 0
+    beyond_chance, beyond = p is not None and p <= ERROR, _missing(margin) or margin > 0
     bound = BOUND if _missing(line.get("bound")) else float(line["bound"])
     decided = line.get("margin_over")
     if beyond_chance and (_missing(guess) or line["accuracy"] > guess):
@@ -231,7 +231,7 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
             return Verdict(SHOWN, bound, None, "p_family" if _missing(margin) else decided)
         which = str(decided)
     else:
-        which = "majority" if beyond_chance else "p_family"
+        which = "majority" if beyond_chance else "no test" if _missing(p) else "p_family"
     groups = float(line.get("groups") or np.nan)
     ends = [line.get("margin_high")] if not _missing(line.get("margin_high")) else []
     if "permutation" in str(line.get("test")) and not _missing(line.get("shuffled")):
@@ -239,7 +239,7 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
     if not (_missing(line.get("high_family")) or _missing(guess)):
         ends.append(line["high_family"] - guess)
     upper = min(ends, default=np.inf)
-    if which in ("p_family", "majority"):
+    if which in ("p_family", "majority", "no test"):
         value = np.nan if _missing(guess) else line["accuracy"] - guess
         high, low = line.get("high"), line.get("low")
         error = np.nan if _missing(high) or _missing(low) else (high - low) / 2 / stats.norm.ppf((1 + LEVEL) / 2)

@@ -155,12 +155,13 @@ def _side_lines(
     for cell in cells:
         probe = get(estimator).make().fit(fitted.matrix(cell.site, cell.layer), fitted.target("face").values)
         right.append([probe.predict(rows.matrix(cell.site, cell.layer)) == target.values for _, rows, target in sides])
-    found = family([(each[1] - 0.5, groups_of(sides[1][1])) for each in right], sides=2, seed=seed)
+    about = [(groups_of(rows), sizes(rows)) for _, rows, _ in sides]
+    found = family([(each[1] - 0.5, about[1][0]) for each in right], sides=2, seed=seed)
     lines = []
     for cell, each in zip(cells, right, strict=True):
-        for (name, rows, _), hit in zip(sides, each, strict=True):
-            score = ratio_over_groups(hit[None], np.ones(len(hit)), groups_of(rows), level=found.level)[0]
-            lines.append(score_line(f"{cell}: {name}", "share", score, len(hit), cell, **sizes(rows)))
+        for (name, *_), (groups, size), hit in zip(sides, about, each, strict=True):
+            score = ratio_over_groups(hit[None], np.ones(len(hit)), groups, level=found.level)[0]
+            lines.append(score_line(f"{cell}: {name}", "share", score, len(hit), cell, **size))
     tested(lines[1::3], found, null=0.5)
     return lines
 
@@ -225,35 +226,42 @@ def outcome_at_fork(
         raise BadRows(
             f"The outcome has probability {target.values[0]:g} at all {len(rows)} rows. Choose a position where it varies."
         )
-    groups, size = groups_of(rows), sizes(rows)
-    split, goal = by_root(rows, folds, seed), make_goal(target)
     state = (rows.target("state").values == rows.target("state").classes[0]).astype(float)
     steps = pd.get_dummies(rows.frame["step"]).to_numpy(dtype=float)
     simple = {"state alone": state[:, None], "state and steps": np.column_stack([state, steps])}
+    lines = explained(rows, target, simple, rows.cells(sites, layers), folds, seed)
+    settings = dict(position=position, folds=folds, seed=seed)
+    return Report(
+        "outcome_at_fork", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say_outcome(lines)
+    )
+
+
+def explained(
+    rows: ProbeRows, target: Target, simple: dict[str, np.ndarray], cells: Sequence[Cell], folds: int, seed: int
+) -> list[dict[str, Any]]:
+    """What every baseline and cell explains of a number, and what cells explain beyond the last baseline, with verdicts."""
+    groups, size = groups_of(rows), sizes(rows)
+    split, goal = by_root(rows, folds, seed), make_goal(target)
     total = (goal.codes - goal.codes.mean()) ** 2
+    orders = label_orders(goal, rows.roots, groups, PERMUTATIONS, seed)
     errors: dict[str, np.ndarray] = {}
     lines: list[dict[str, Any]] = []
-    cells: dict[str, Cell | None] = dict.fromkeys(simple)
-    cells |= {str(cell): cell for cell in rows.cells(sites, layers)}
-    orders = label_orders(goal, rows.roots, groups, PERMUTATIONS, seed)
-    for name, cell in cells.items():
+    for name, cell in (dict[str, Cell | None].fromkeys(simple) | {str(cell): cell for cell in cells}).items():
         X = simple[name] if cell is None else rows.matrix(cell.site, cell.layer)
         predicted = held_out("ridge", torch.from_numpy(X).double()[None], [goal], split.train, split.test).predicted[0, 0]
         errors[name] = (goal.codes - predicted) ** 2
         score = ratio_over_groups((total - errors[name])[None], total, groups, folds=folds, least=-np.inf)[0]
         p = float(refitted("ridge", torch.from_numpy(X).float()[None], goal, orders, split).p[0])
         lines.append(score_line(name, "r2", score, len(rows), cell, p=p, **size))
-    own = {name: cell for name, cell in cells.items() if cell is not None}
-    gains = np.stack([errors["state and steps"] - errors[name] for name in own]) / total.mean()
-    found, first = family([(gains, groups)], folds=folds, seed=seed), len(lines)
-    for (name, cell), each in zip(own.items(), gains, strict=True):
+    known = list(simple)[-1]
+    gains = np.stack([errors[known] - errors[str(cell)] for cell in cells]) / total.mean()
+    found = family([(gains, groups)], folds=folds, seed=seed)
+    more = []
+    for cell, each in zip(cells, gains, strict=True):
         gain = difference_over_groups(each, groups, folds=folds, bounded=False, level=found.level)
-        lines.append(score_line(f"{name} minus state and steps", "difference of r2", gain, len(rows), cell, **size))
-    tested(lines[first:], found)
-    settings = dict(position=position, folds=folds, seed=seed)
-    return Report(
-        "outcome_at_fork", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say_outcome(lines)
-    )
+        more.append(score_line(f"{cell} minus {known}", "difference of r2", gain, len(rows), cell, **size))
+    tested(more, found)
+    return lines + more
 
 
 def outcome_target(every: ProbeRows, position: str) -> Target:

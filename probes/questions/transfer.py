@@ -196,8 +196,8 @@ def _judged(
     scores: list[dict[str, Any]], gains: dict[str, list[np.ndarray]], chance: np.ndarray, cells: Sequence[Cell], way: str,
     groups: np.ndarray, seed: int, folds: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What each cell has above each control, with intervals that hold for all cells jointly. Mutates the scores of the cells: adds
-    the verdict, for which a cell has to be above chance and above every control.
+    """What each cell has above each control, with intervals that hold for all cells jointly. Mutates the scores of the cells:
+    adds the verdict, for which a cell has to be above chance and above every control.
 
     chance  [cells, rows]: what each row has above chance
     """
