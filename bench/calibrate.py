@@ -28,9 +28,9 @@ from replaylens.probes.errors import BadRows
 from replaylens.probes.groups import near_duplicates
 from replaylens.probes.intervals import mean_over_groups
 from replaylens.probes.questions.transfer import transfer, transfer_across
-from replaylens.probes.report import shown
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
+from replaylens.probes.verdicts import shown
 from tests.probes.synthetic import labelled_rows
 
 RESULT = Path("bench/results/calibration.json")
@@ -105,8 +105,6 @@ NULLS = (
     Noise("ridge regression (r2)", estimator="ridge", label="number"),
     Noise("logistic, one split", split="length:1"),
     Noise("ridge, 200 roots that share 40 paths", groups=200, estimator="ridge", label="path"),
-    Noise("logistic, corrected t test", permutations=0),
-    Noise("lda, corrected t test", estimator="lda", groups=60, width=8),
     Noise("ridge, groups of 1 to 20 rows, label of the row", groups=60, width=8, estimator="ridge", sizes="unequal"),
     Noise(
         "ridge, groups of 1 to 20 rows, label of the group",

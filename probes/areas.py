@@ -139,7 +139,13 @@ def area(
 
 
 def area_of_classes(
-    score: np.ndarray, codes: np.ndarray, groups: np.ndarray, *, strata: np.ndarray | None = None, folds: int = 1
+    score: np.ndarray,
+    codes: np.ndarray,
+    groups: np.ndarray,
+    *,
+    strata: np.ndarray | None = None,
+    folds: int = 1,
+    level: float = LEVEL,
 ) -> Estimate | None:
     """The mean area of one class against the rest, as `intervals.auroc` has it, with its interval; None if none is defined.
 
@@ -158,8 +164,8 @@ def area_of_classes(
     mean = Auroc(
         float(np.mean([each.value for each in found])), np.mean([each.parts for each in found], axis=0), (sizes[0], sizes[1])
     )
-    reach = mean.quantile(LEVEL) * intervals.cross_validation(folds)
-    return Estimate(mean.value, *mean.interval(reach), LEVEL)
+    reach = mean.quantile(level) * intervals.cross_validation(folds)
+    return Estimate(mean.value, *mean.interval(reach), level)
 
 
 def area_gains(

@@ -3,12 +3,13 @@
 import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from scipy import stats
 from torch import Tensor
 
 from replaylens.engine.engine import Engine
@@ -22,13 +23,14 @@ from replaylens.probes.controls import majority, make_goal
 from replaylens.probes.erasers import row_space
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError
 from replaylens.probes.heldout import held_out
-from replaylens.probes.intervals import Estimate, difference_over_groups, mean_over_placebos, ratio_over_groups
+from replaylens.probes.intervals import LEVEL, Estimate, difference_over_groups, mean_over_placebos, ratio_over_groups
 from replaylens.probes.positions import OF_TASKS, RowPosition, add_places
 from replaylens.probes.probe import LinearProbe
 from replaylens.probes.report import Report, percent, score_line
 from replaylens.probes.rows import Cell, make_target
 from replaylens.probes.sources import LETTERS
 from replaylens.probes.splits import fold_of_groups
+from replaylens.probes.verdicts import family, of_line, tested
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import path_offsets
 from replaylens.weights.loading import bridge as as_bridge
@@ -100,6 +102,16 @@ class InterventionRunner:
         """The beginning of each prompt up to its last changed row: prompts that begin alike have the same rows there."""
         begun = [np.array(subject.tokens[: subject.positions[-1] + 1]).tobytes() for subject in self.subjects]
         return np.array([hashlib.sha256(tokens).hexdigest()[:16] for tokens in begun])
+
+    def why_no_path(self) -> str | None:
+        """Why a change of these rows cannot reach the answer, in a sentence; None if it can."""
+        last = {self.engine.sites.per_layer(letter)[-1] for letter in "STC" if self.engine.sites.per_layer(letter)}
+        if self.site not in last or any(subject.positions[-1] == len(subject.tokens) - 1 for subject in self.subjects):
+            return None
+        return (
+            f"No causal path: {self.site} comes after the last attention, and {self.position.spec!r} before the prompt's last "
+            "token, so no change there can reach the answer; choose an earlier layer, or the position query."
+        )
 
     def play(self, variants: Sequence[Variant]) -> list[Effect]:
         """Apply every variant to every subject and read the answers again."""
@@ -245,29 +257,71 @@ def line_of_placebos(
     return score_line(what, metric, _rate_of_placebos(placebos, roots, seed), len(roots), **_nats(pull))
 
 
-def difference(
-    what: str, own: Effect, placebos: list[Effect], roots: np.ndarray, seed: int, metric: str = "difference of flip rates"
-) -> dict[str, Any]:
-    """How much more an effect does than placebos.
+@dataclass(frozen=True, eq=False)
+class Difference:
+    """What an effect does beyond placebos on the same prompts, as one of the tests of a call."""
+
+    what: str
+    own: Effect
+    placebos: list[Effect]
+    roots: np.ndarray
+    more: dict[str, Any] = field(default_factory=dict)
+    """further columns of its line"""
+
+    def gains(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        return getattr(self.own, name) - np.mean([getattr(each, name) for each in self.placebos], axis=0), self.roots
+
+    def p_of_placebos(self, name: str) -> float:
+        """That another direction does as much: placebos are a sample of directions, and the effect is that of one more (a t
+        test of a new observation). 0 if they do not vary."""
+        means, count = np.array([getattr(each, name).mean() for each in self.placebos]), len(self.placebos)
+        spread = means.std(ddof=1) * np.sqrt(1 + 1 / count) if count > 1 else 0.0
+        lead = getattr(self.own, name).mean() - means.mean()
+        return float(stats.t.sf(lead / spread, count - 1)) if spread > 0 else 0.0
+
+
+def differences(
+    each: Sequence[Difference], seed: int, metric: str = "difference of flip rates", *, nats: bool = False
+) -> list[dict[str, Any]]:
+    """A line for each, with its verdict: all of them are one family. Intervals hold for all jointly.
 
     If one side flips all answers or none, resampling shows no spread there; the interval then adds both sides' ends.
+
+    nats  the pull is a second question, whose verdict is in columns of its own
     """
-    flipped = np.stack([each.flipped for each in placebos])
-    if np.ptp(own.flipped) == 0 or np.ptp(flipped) == 0:
-        mine, other = _rate(own, roots), _rate_of_placebos(placebos, roots, seed)
-        rate = Estimate(mine.value - other.value, mine.low - other.high, mine.high - other.low)
-    else:
-        rate = mean_over_placebos(own.flipped - flipped, roots, seed=seed)
-    pull = mean_over_placebos(own.pull - np.stack([each.pull for each in placebos]), roots, seed=seed)
-    return score_line(what, metric, rate, len(roots), **_nats(pull))
+    asked = ("flipped", "pull") if nats else ("flipped",)
+    found = family([one.gains(name) for name in asked for one in each], seed=seed)
+    of_placebos = np.array([one.p_of_placebos(name) for name in asked for one in each])
+    found = replace(found, p=np.maximum(found.p, np.minimum(1, of_placebos * len(of_placebos))))
+    lines, pulls = [], []
+    for one in each:
+        flipped = np.stack([placebo.flipped for placebo in one.placebos])
+        if np.ptp(one.own.flipped) == 0 or np.ptp(flipped) == 0:
+            mine, other = _rate(one.own, one.roots, found.level), _rate_of_placebos(one.placebos, one.roots, seed, found.level)
+            rate = Estimate(mine.value - other.value, mine.low - other.high, mine.high - other.low)
+        else:
+            rate = mean_over_placebos(one.own.flipped - flipped, one.roots, seed=seed, level=found.level)
+        gaps = one.own.pull - np.stack([placebo.pull for placebo in one.placebos])
+        pull = mean_over_placebos(gaps, one.roots, seed=seed, level=found.level)
+        pulls.append({"accuracy": pull.value, "low": pull.low, "high": pull.high, "rows": len(one.roots)})
+        lines.append(
+            score_line(one.what, metric, rate, len(one.roots), **_nats(pull), roots=len(np.unique(one.roots)), **one.more)
+        )
+    for line, about in zip(pulls, lines, strict=True):
+        line["roots"] = about["roots"]
+    tested([*lines, *(pulls if nats else ())], found)
+    if nats:
+        for line, pull_line in zip(lines, pulls, strict=True):
+            line |= {f"nats_{name}": pull_line[name] for name in ("verdict", "needed", "p_family")}
+    return lines
 
 
-def _rate(effect: Effect, roots: np.ndarray) -> Estimate:
-    return ratio_over_groups(effect.flipped[None], np.ones(len(roots)), roots)[0]
+def _rate(effect: Effect, roots: np.ndarray, level: float = LEVEL) -> Estimate:
+    return ratio_over_groups(effect.flipped[None], np.ones(len(roots)), roots, level=level)[0]
 
 
-def _rate_of_placebos(placebos: list[Effect], roots: np.ndarray, seed: int) -> Estimate:
-    return mean_over_placebos(np.stack([each.flipped for each in placebos]), roots, seed=seed, share=True)
+def _rate_of_placebos(placebos: list[Effect], roots: np.ndarray, seed: int, level: float = LEVEL) -> Estimate:
+    return mean_over_placebos(np.stack([each.flipped for each in placebos]), roots, seed=seed, share=True, level=level)
 
 
 def _nats(pull: Estimate) -> dict[str, Any]:
@@ -309,6 +363,22 @@ def steer(
     factor     step in units of the distance between the class means, the same for every direction
     position   default: that of the probe
     """
+    how: dict[str, Any] = dict(untrained=untrained, factor=factor, position=position, placebos=placebos, seed=seed)
+    return steering(engine, probe, examples, **how).report(seed)
+
+
+def steering(
+    engine: Engine,
+    probe: LinearProbe,
+    examples: Sequence[Example],
+    *,
+    untrained: Sequence[LinearProbe],
+    factor: float,
+    position: str | None,
+    placebos: int,
+    seed: int,
+) -> "Compared":
+    """What `steer` does, before its verdicts: those of several calls may be one family."""
     probe.require(engine)
     stage = InterventionRunner(engine, examples, probe.site, probe.label, position or probe.position)
     return _compare("steer", stage, probe, untrained, placebos, seed, lambda p: _towards(p, probe, factor), {"factor": factor})
@@ -343,7 +413,7 @@ def interchange(
     def whole(subject: Subject) -> np.ndarray:
         return sources[subject.example.root] - subject.rows.double().numpy()
 
-    return _compare("interchange", stage, probe, untrained, placebos, seed, along, {}, {"whole row": whole})
+    return _compare("interchange", stage, probe, untrained, placebos, seed, along, {}, {"whole row": whole}).report(seed)
 
 
 def ablate(
@@ -369,7 +439,7 @@ def ablate(
         basis = chosen.basis
         return lambda subject: -(subject.rows.double().numpy() - centre) @ basis.T @ basis
 
-    report = _compare("ablate", stage, probe, untrained, placebos, seed, without, {})
+    report = _compare("ablate", stage, probe, untrained, placebos, seed, without, {}).report(seed)
     lines, findings = refits(stage, without(probe), seed)
     return Report(
         "ablate", [*report.lines, *lines], report.source, report.settings, report.notes, [*report.findings, *findings]
@@ -397,6 +467,25 @@ def _random(probe: LinearProbe, number: int, seed: int) -> LinearProbe:
     return replace(probe, weight=weight, subspace=subspace)
 
 
+@dataclass(frozen=True, eq=False)
+class Compared:
+    """What a direction does, next to placebos."""
+
+    kind: str
+    lines: list[dict[str, Any]]
+    asked: list[Difference]
+    probe: LinearProbe
+    settings: dict[str, Any]
+    notes: list[str]
+    no_path: str | None
+    """why no change there can reach the answer"""
+
+    def report(self, seed: int) -> Report:
+        lines, about = [*self.lines, *differences(self.asked, seed)], self.settings
+        said = [self.no_path] if self.no_path else []
+        return Report(self.kind, lines, self.probe.source, about, self.notes, said + _say(self.kind, lines, about))
+
+
 def _compare(
     kind: str,
     stage: InterventionRunner,
@@ -407,8 +496,8 @@ def _compare(
     make: Any,
     settings: dict[str, Any],
     ceilings: dict[str, Variant] | None = None,
-) -> Report:
-    """Run the probe's variant, its placebos and any ceilings; tabulate rates and differences."""
+) -> Compared:
+    """Run the probe's variant, its placebos and any ceilings; tabulate rates, and what is to be tested."""
     seed = as_int("seed", seed, 0, error=ProbeError)
     if as_draws("placebos", placebos, -1, PLACEBO_BYTES) < 1:
         raise ProbeError(f"placebos={placebos} leaves nothing to compare the effect with. Give at least one placebo.")
@@ -423,14 +512,14 @@ def _compare(
         line_of(f"{kind}: probe", own, stage.roots),
         *(line_of_placebos(f"{kind}: {name}", each, stage.roots, seed) for name, each in many.items()),
         *(line_of(f"{kind}: {name}", each, stage.roots) for name, each in others.items()),
-        *(difference(f"{kind}: probe minus {name}", own, each, stage.roots, seed) for name, each in many.items()),
     ]
+    asked = [Difference(f"{kind}: probe minus {name}", own, each, stage.roots) for name, each in many.items()]
     about = {"label": probe.label, "site": probe.site, "position": stage.position.spec, "estimator": probe.estimator}
     settings = {**about, **settings, "placebos": placebos, "seed": seed, "prompts": len(stage.subjects)}
     notes = [] if untrained else ["Skipped the comparison with untrained probes: none was given."]
     single = [name for name, each in many.items() if len(each) == 1]
     notes += [f"Skipped the spread between placebos: only one {name} was given." for name in single]
-    return Report(kind, lines, probe.source, settings, notes + _not_held_out(stage, probe), _say(kind, lines, about))
+    return Compared(kind, lines, asked, probe, settings, notes + _not_held_out(stage, probe), stage.why_no_path())
 
 
 def _not_held_out(stage: InterventionRunner, probe: LinearProbe) -> list[str]:
@@ -451,10 +540,9 @@ def _say(kind: str, lines: list[dict[str, Any]], about: dict[str, Any]) -> list[
                 f"{line['what']}, {where}: answer flipped in {percent(line['accuracy'], line['low'], line['high'])}, {pull}."
             )
             continue
-        verdict = "Shown" if line["low"] > 0 else "Not shown"
         other = line["what"].split("minus ")[1]
         more = percent(line["accuracy"], line["low"], line["high"])
-        said.append(f"{verdict}: {kind} along the probe's direction flips more answers than the {other}: {more} more.")
+        said.append(f"{of_line(line)}: {kind} along the probe's direction flips more answers than the {other}: {more} more.")
     return said
 
 

@@ -199,6 +199,8 @@ class Goal:
 
     def check(self, train: np.ndarray) -> None:
         """Raise OneClass if a fold [folds, rows] has fewer than two classes to fit on."""
+        if self.kind == "number" and np.ptp(self.codes[self.present]) == 0:
+            raise OneClass(f"Label {self.label!r} is {self.codes[self.present][0]:g} at every row. Give rows where it varies.")
         for fold, mask in enumerate(train & self.present):
             if self.kind == "class" and len(np.unique(self.codes[mask])) < 2:
                 found = f"only {self.classes[self.codes[mask][0]]!r}" if mask.any() else "no rows"

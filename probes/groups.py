@@ -5,8 +5,13 @@ up to where they part, bit for bit, although their roots differ. A probe that is
 is tested on rows that it has seen.
 
     key    identifies an observation: rows with equal keys are one activation
-    group  roots that share an observation, directly or through other roots; the unit that folds, resampling and
-           permutation treat as independent
+    group  roots that share an observation, or much of their text, directly or through other roots; the unit that folds,
+           resampling and permutation treat as independent
+
+Prompts of a task are independent draws, which meet by chance: there a group is what shares an observation. Given texts are
+whatever their author made of them, such as a few beginnings with many endings, and a label of the beginning is then one
+observation for all its endings. So texts that begin alike are one group (`shared_beginnings`), unless the caller says
+otherwise.
 
 `independent` prepares rows for a probe: every observation once, in at least `MIN_GROUPS` groups where possible.
 """
@@ -14,6 +19,7 @@ is tested on rows that it has seen.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -88,23 +94,84 @@ def _deepest(rows: ProbeRows) -> np.ndarray:
     return np.hstack([np.empty((len(rows), 0), dtype=np.uint8), *found])
 
 
-def groups_of(rows: ProbeRows, keys: np.ndarray | None = None) -> np.ndarray:
+def groups_of(rows: ProbeRows, keys: np.ndarray | None = None, texts: np.ndarray | None = None) -> np.ndarray:
     """[rows] str: the group of each row, named after the first of its roots.
 
     Rows of `independent` keep the groups that they had before repeated rows were left out, in the column `group`.
 
-    keys  of the rows, as given by `path_keys`, if they are known already
+    keys   of the rows, as given by `path_keys`, if they are known already
+    texts  [rows]: rows with equal values are of one group besides; default: `alike`
     """
     if "group" in rows.frame:
         return rows.frame["group"].to_numpy(dtype=str)
-    keys = path_keys(rows) if keys is None else keys
+    keys, texts = path_keys(rows) if keys is None else keys, alike(rows) if texts is None else texts
     names, root = np.unique(rows.roots, return_inverse=True)
     found, key = np.unique(keys, return_inverse=True)
-    size = len(names) + len(found)
-    links = coo_array((np.ones(len(root), dtype=bool), (root, len(names) + key)), shape=(size, size))
+    kinds, kind = np.unique(texts, return_inverse=True)
+    size = len(names) + len(found) + len(kinds)
+    ends = np.concatenate([len(names) + key, len(names) + len(found) + kind])
+    links = coo_array((np.ones(len(ends), dtype=bool), (np.tile(root, 2), ends)), shape=(size, size))
     component = connected_components(links, directed=False)[1][: len(names)]
     first = np.unique(component, return_index=True)[1]  # names are sorted, so this is the smallest root of each component
     return np.asarray(names[first[component]][root])
+
+
+# ---- texts that begin alike -------------------------------------------------------------------------------------------
+
+SHARED = 1 / 3
+"""of the shorter of two texts, after what all texts begin with: texts that share as much from their beginning are one group"""
+INDEPENDENT = "independent"
+"""value of `groups` that takes every text as independent of the others"""
+
+
+def alike(rows: ProbeRows) -> np.ndarray:
+    """[rows]: a value for each row, equal for rows of texts that begin alike. Of tasks, whose prompts are independent draws,
+    and of rows without tokens, rows of one root alone."""
+    if rows.about.task is not None and not rows.about.of_texts:
+        return rows.roots
+    paths = histories(rows)
+    if paths is None:
+        return rows.roots
+    names, root = np.unique(rows.roots, return_inverse=True)
+    longest = [max((paths[i] for i in np.flatnonzero(root == number)), key=len) for number in range(len(names))]
+    return np.asarray(names[shared_beginnings(longest)][root])
+
+
+def shared_beginnings(paths: Sequence[np.ndarray], share: float = SHARED) -> np.ndarray:
+    """[texts]: the number of the first text that each is one group with.
+
+    Two texts are linked if, after what all texts begin with, they have the first `share` of the shorter one in common; groups
+    are what links connect. In alphabetical order, the texts that share a beginning are neighbours: a text is linked with all
+    from the first to the last that have enough of it.
+    """
+    order = sorted(range(len(paths)), key=lambda i: paths[i].tolist())
+    common = np.array([_common(paths[a], paths[b]) for a, b in pairwise(order)])  # of each text with the one after it
+    root = common.min(initial=min(map(len, paths)))
+    enough = np.array([root + max(share * (len(paths[i]) - root), 1) for i in order])
+    joined = _reached(common, enough[:-1]) | _reached(common[::-1], enough[:0:-1])[::-1]
+    number = np.concatenate([[0], np.cumsum(~joined)])
+    found = np.empty(len(paths), dtype=np.int64)
+    for each in np.unique(number):
+        members = np.array(order)[number == each]
+        found[members] = members.min()
+    return found
+
+
+def _reached(common: np.ndarray, enough: np.ndarray) -> np.ndarray:
+    """[texts - 1] bool: whether any text at or before each place shares enough with the text after it."""
+    joined, least = np.zeros(len(common), dtype=bool), np.inf
+    for place, (shared, own) in enumerate(zip(common, enough, strict=True)):
+        least = min(least, own)
+        joined[place] = shared >= least
+        least = least if joined[place] else np.inf
+    return joined
+
+
+def _common(one: np.ndarray, two: np.ndarray) -> int:
+    """The number of tokens that both begin with."""
+    size = min(len(one), len(two))
+    different = np.flatnonzero(one[:size] != two[:size])
+    return int(different[0]) if len(different) else size
 
 
 def near_duplicates(X: Any, tolerance: float = 1e-2) -> np.ndarray:
@@ -209,6 +276,8 @@ class Independent:
     """token position before which rows are left out, because too many prompts share them; 0: none are"""
     num_torn: int
     """rows whose observation has several values of a label"""
+    rule: str
+    """which rows are one group, in words"""
 
     @property
     def keys(self) -> np.ndarray:
@@ -229,34 +298,55 @@ class Independent:
         )
 
 
-def independent(given: ProbeRows, labels: Sequence[Target] = ()) -> Independent:
+def independent(given: ProbeRows, labels: Sequence[Target] = (), groups: str | None = None) -> Independent:
     """Every observation once, and as many groups as statistics need.
 
+    groups  what makes rows alike besides: None, what their texts share (`alike`); `INDEPENDENT`, nothing; otherwise the name of
+            what the roots already are (`grouped`)
     labels  where rows of one observation differ in a label, all of them are kept: none of them stands for the others. They are
             in one group, so they are never on both sides
 
     All prompts may begin with the same words, which makes one group of them. Then rows at the first tokens are left out, as
     few as possible for `MIN_GROUPS` groups, or for as many groups as there can be.
     """
-    keys = path_keys(given)
-    groups, begin = groups_of(given, keys), 0
-    most, enough = len(np.unique(groups)), min(MIN_GROUPS, len(np.unique(given.roots)))
+    keys, roots = path_keys(given), len(np.unique(given.roots))
+    texts = alike(given) if groups is None else given.roots
+    rule = _rule(given, groups, roots, len(np.unique(texts)))
+    found, begin = groups_of(given, keys, texts), 0
+    most, enough = len(np.unique(found)), min(MIN_GROUPS, len(np.unique(texts)))
+    chosen_groups = found
     position = given.frame["position"].to_numpy()
     for start in np.unique(position)[1:]:
         if most >= enough:
             break
         later = position >= start
-        found = groups_of(given.where(later), keys[later])
+        found = groups_of(given.where(later), keys[later], texts[later])
         if len(np.unique(found)) > most:
             begin, most = int(start), len(np.unique(found))
-            groups = np.full(len(given), "", dtype=found.dtype)
-            groups[later] = found
-    named = replace(given, frame=given.frame.assign(key=keys, group=groups))
+            chosen_groups = np.full(len(given), "", dtype=found.dtype)
+            chosen_groups[later] = found
+    named = replace(given, frame=given.frame.assign(key=keys, group=chosen_groups))
     observed = _observations(given, keys)
     torn = _torn(observed, labels)
     chosen = (_first(given, observed) | torn) & ~(position < begin)  # rows from arrays may have no position
     _, place, copies = np.unique(observed, return_inverse=True, return_counts=True)
-    return Independent(named.where(chosen), np.where(torn, 1, copies[place])[chosen], begin, int((torn & chosen).sum()))
+    return Independent(named.where(chosen), np.where(torn, 1, copies[place])[chosen], begin, int((torn & chosen).sum()), rule)
+
+
+def _rule(rows: ProbeRows, groups: str | None, roots: int, texts: int) -> str:
+    """Which of so many roots are one group, in words; `texts` groups of them begin alike."""
+    same = "prompts that share a row are one"
+    if groups == INDEPENDENT:
+        return f"{same}; all others were taken as independent on request, whatever their texts share"
+    if groups is not None:
+        return f"{same}, and so are those of one {groups!r}"
+    if rows.about.task is not None and not rows.about.of_texts:
+        return f"{same}; prompts of a task are independent draws"
+    if histories(rows) is None:
+        return f"{same}; what the texts share is unknown ({why_no_histories(rows)})"
+    if texts == roots:
+        return f"{same}, and so are texts that share a third of the shorter one from its beginning: none do"
+    return f"{same}, and so are texts that share a third of the shorter one from its beginning: {roots} texts in {texts} groups"
 
 
 def _torn(keys: np.ndarray, labels: Sequence[Target]) -> np.ndarray:

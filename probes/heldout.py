@@ -24,7 +24,7 @@ from replaylens.probes.checks import as_draws
 from replaylens.probes.controls import METRICS, ZERO, Goal, make_goal
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.groups import independent
-from replaylens.probes.intervals import Estimate, ratio_over_groups
+from replaylens.probes.intervals import LEVEL, Estimate, ratio_over_groups
 from replaylens.probes.permutations import Null, group_permutations
 from replaylens.probes.registry import code_blocks, code_length, smoothed, solve_chosen
 from replaylens.probes.rows import ProbeRows
@@ -403,7 +403,14 @@ def require_orders(permutations: int, rows: int) -> None:
 
 
 def refitted(
-    estimator: str, x: Tensor, goal: Goal, orders: np.ndarray, split: Split, *, nuisance: np.ndarray | None = None
+    estimator: str,
+    x: Tensor,
+    goal: Goal,
+    orders: np.ndarray,
+    split: Split,
+    *,
+    nuisance: np.ndarray | None = None,
+    jobs: int = 1,
 ) -> Null:
     """Held-out scores of the cells x [cells, rows, d] on the labels and on permuted ones, with a new fit for each.
 
@@ -413,7 +420,7 @@ def refitted(
     tested, fold, scores = split.test.any(0) & goal.present, split.test.argmax(0), []
     for first in range(0, len(goals), _TOGETHER):
         some = goals[first : first + _TOGETHER]
-        said = held_out(estimator, x, some, split.train, split.test, nuisance=nuisance, groups=split.roots)
+        said = held_out(estimator, x, some, split.train, split.test, nuisance=nuisance, groups=split.roots, jobs=jobs)
         scores += [_compared(said.of(i, each, tested), each, tested, fold) for i, each in enumerate(some)]
     return Null(scores[0], np.stack(scores[1:]), constant_scores(goals, tested))
 
@@ -488,27 +495,29 @@ def ratio(predicted: np.ndarray, goal: Goal, tested: np.ndarray) -> tuple[np.nda
 
 
 def estimates(
-    said: Said, goal: Goal, tested: np.ndarray, *, fold: np.ndarray, groups: np.ndarray, folds: int
+    said: Said, goal: Goal, tested: np.ndarray, *, fold: np.ndarray, groups: np.ndarray, folds: int, level: float = LEVEL
 ) -> list[Estimate]:
     """The score of each cell by the goal's metric, with its interval over groups [tested rows]."""
     codes = goal.codes[tested]
     if goal.metric == "auroc":
-        areas = areas_of(said, goal, tested, fold=fold, groups=groups, folds=folds)
+        areas = areas_of(said, goal, tested, fold=fold, groups=groups, folds=folds, level=level)
         return [each or Estimate(np.nan, np.nan, np.nan) for each in areas]
     if goal.metric == "balanced_accuracy":
-        return [balanced_accuracy(each == codes, codes, groups, folds=folds) for each in said.predicted]
+        return [balanced_accuracy(each == codes, codes, groups, folds=folds, level=level) for each in said.predicted]
     top, bottom = ratio(said.predicted, goal, tested)
-    return ratio_over_groups(top, bottom, groups, folds=folds, least=0.0 if goal.kind == "class" else -np.inf)
+    least = 0.0 if goal.kind == "class" else -np.inf
+    return ratio_over_groups(top, bottom, groups, folds=folds, least=least, level=level)
 
 
 def areas_of(
-    said: Said, goal: Goal, tested: np.ndarray, *, fold: np.ndarray, groups: np.ndarray, folds: int
+    said: Said, goal: Goal, tested: np.ndarray, *, fold: np.ndarray, groups: np.ndarray, folds: int, level: float = LEVEL
 ) -> list[Estimate | None]:
     """AUROC of each cell with its interval; None for numbers, and where the rows have one class."""
     if goal.kind == "number":
         return [None] * len(said.predicted)
     codes = goal.codes[tested]
-    return [area_of_classes(each.astype(float), codes, groups, strata=fold[tested], folds=folds) for each in said.score]
+    how: dict[str, Any] = dict(strata=fold[tested], folds=folds, level=level)
+    return [area_of_classes(each.astype(float), codes, groups, **how) for each in said.score]
 
 
 def known_metric(metric: str) -> str:

@@ -279,7 +279,7 @@ def mean_over_groups(values: np.ndarray, groups: np.ndarray, *, folds: int = 1) 
 
 
 def difference_over_groups(
-    values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0, bounded: bool = True
+    values: np.ndarray, groups: np.ndarray, *, folds: int = 1, extra: float = 0.0, bounded: bool = True, level: float = LEVEL
 ) -> Estimate:
     """The mean of paired differences [rows], or of any numbers, with its t interval over groups.
 
@@ -291,11 +291,11 @@ def difference_over_groups(
     values = np.asarray(values, dtype=np.float64)
     above, below = group_sums(values[None], groups), group_sums(np.ones((1, len(values))), groups)
     value, size = values.mean(), effective_groups(below[0])
-    reach = stats.t.ppf((1 + LEVEL) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)
+    reach = stats.t.ppf((1 + level) / 2, size - 1) * np.sqrt(_errors(above, below, np.array([value]), folds)[0] ** 2 + extra)
     if np.ptp(values) > 0 or not bounded:
-        return Estimate(float(value), float(value - reach), float(value + reach))
-    doubt = max(_doubt(size), reach)
-    return Estimate(float(value), float(max(value - doubt, -1.0)), float(min(value + doubt, 1.0)))
+        return Estimate(float(value), float(value - reach), float(value + reach), level)
+    doubt = max(_doubt(size, level), reach)
+    return Estimate(float(value), float(max(value - doubt, -1.0)), float(min(value + doubt, 1.0)), level)
 
 
 def _doubt(observations: float, level: float = LEVEL) -> float:
@@ -303,7 +303,9 @@ def _doubt(observations: float, level: float = LEVEL) -> float:
     return float(1 - ((1 - level) / 2) ** (1 / observations))
 
 
-def mean_over_placebos(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, share: bool = False) -> Estimate:
+def mean_over_placebos(
+    values: np.ndarray, groups: np.ndarray, *, seed: int = 0, share: bool = False, level: float = LEVEL
+) -> Estimate:
     """The mean of values [placebos, rows] with an interval over both: each resample draws groups and, independently, placebos.
 
     Placebos are a sample of directions, as groups are a sample of prompts: if a placebo does the same to every prompt, all its
@@ -318,11 +320,11 @@ def mean_over_placebos(values: np.ndarray, groups: np.ndarray, *, seed: int = 0,
     drawn = np.random.default_rng([seed, 0xF1A7]).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
     draws = ((drawn @ sums) * weights).sum(1) / (count * (weights @ sizes))
     value = float(values.mean())
-    low, high = (float(end) for end in np.quantile(draws, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
+    low, high = (float(end) for end in np.quantile(draws, [(1 - level) / 2, (1 + level) / 2]))
     if share and np.ptp(values) == 0:
-        doubt = _doubt(min(count, len(sizes)))
+        doubt = _doubt(min(count, len(sizes)), level)
         low, high = max(0.0, value - doubt), min(1.0, value + doubt)
-    return Estimate(value, low, high)
+    return Estimate(value, low, high, level)
 
 
 # ---- several cells at once --------------------------------------------------------------------------------------------
@@ -354,7 +356,18 @@ def means_over_groups(values: np.ndarray, groups: np.ndarray, *, seed: int = 0, 
     return simultaneous(value, draws, effective_groups(group_sums(np.ones(len(groups)), groups)), folds=folds)
 
 
-def lower_bounds(
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Means of cells with one-sided bounds, each of which holds for all cells jointly."""
+
+    value: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    error: np.ndarray
+    """standard error of each mean"""
+
+
+def one_sided_bounds(
     values: np.ndarray,
     groups: np.ndarray,
     *,
@@ -362,8 +375,8 @@ def lower_bounds(
     seed: int = 0,
     folds: int = 1,
     extra: np.ndarray | float = 0.0,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(means, one-sided lower bounds) of each line of values [cells, rows]; the bounds hold for all cells jointly.
+) -> Bounds:
+    """Of the mean of each line of values [cells, rows].
 
     extra  variance of each mean that does not come from the groups
     """
@@ -371,11 +384,11 @@ def lower_bounds(
     above, below = group_sums(values, groups), group_sums(np.ones((1, len(groups))), groups)
     error = np.sqrt(_errors(above, np.broadcast_to(below, above.shape), value, folds) ** 2 + extra)
     spread = draws.std(0)
-    farthest = ((draws - value) / np.where(spread > 0, spread, np.inf)).max(1)
+    away = (draws - value) / np.where(spread > 0, spread, np.inf)
     size = effective_groups(below[0])
-    one_sided = stats.t.ppf(level, size - 1) / stats.norm.ppf(level)
-    low = value - one_sided * np.quantile(farthest, level) * error
-    return value, np.where(spread > 0, low, value - _doubt(size, 2 * level - 1))
+    one_sided, doubt = stats.t.ppf(level, size - 1) / stats.norm.ppf(level), _doubt(size, 2 * level - 1)
+    down, up = (one_sided * np.quantile(side.max(1), level) * error for side in (away, -away))
+    return Bounds(value, value - np.where(spread > 0, down, doubt), value + np.where(spread > 0, up, doubt), error)
 
 
 def variance_of_fits(values: np.ndarray, groups: np.ndarray, folds: int) -> np.ndarray:

@@ -267,6 +267,7 @@ class TokenScores:
         for name, line in zip(names, scores.reshape(len(words), -1).T, strict=True):
             axes.plot(np.arange(len(words)), line, marker="o", markersize=3, label=name)
         axes.axhline(0, color="0.7", linewidth=1, zorder=0)
+        _cut_sink(axes, scores)
         axes.set(ylabel=f"score of {self.label}", xticks=range(len(words)))
         axes.set_xticklabels([plain(word) for word in words], rotation=90, fontsize=8)
         axes.legend(fontsize=8)
@@ -275,6 +276,24 @@ class TokenScores:
     def _repr_html_(self) -> str:
         found: str = self.table.round(3).to_html(index=False)
         return found
+
+
+_SINK = 3.0
+"""times the range of all other tokens: a first token that scores farther out is the attention sink, and would flatten them"""
+
+
+def _cut_sink(axes: Any, scores: np.ndarray) -> None:
+    """Mutates the axes: they show the range of all tokens but the first if that is far out, whose score is written beside."""
+    if len(scores) < 3:
+        return
+    low, high = min(float(scores[1:].min()), 0.0), max(float(scores[1:].max()), 0.0)
+    room = (high - low) or 1.0
+    farthest = float(scores[0].flat[np.abs(scores[0]).argmax()]) if scores.ndim > 1 else float(scores[0])
+    if low - _SINK * room <= farthest <= high + _SINK * room:
+        return
+    axes.set_ylim(low - 0.1 * room, high + 0.1 * room)
+    end = high if farthest > high else low
+    axes.annotate(f"{farthest:.3g}", (0, end), textcoords="offset points", xytext=(4, 0), fontsize=8, annotation_clip=False)
 
 
 def fit_probe(

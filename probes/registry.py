@@ -245,6 +245,8 @@ class Estimator:
     linear: bool = True
     inner: bool = False
     """whether it chooses its regularisation by inner folds, and so takes `groups` to keep together"""
+    refits: bool = True
+    """whether it is fitted again for every permutation; a sweep gives no p for one that is too slow"""
 
     def __post_init__(self) -> None:
         if not callable(self.make):
@@ -276,6 +278,7 @@ ESTIMATORS = {
             ChosenProbe,
             "together",
             inner=True,
+            refits=False,
         ),
         Estimator(
             "ridge-cv",
@@ -283,6 +286,7 @@ ESTIMATORS = {
             lambda: ChosenProbe("ridge"),
             "together",
             inner=True,
+            refits=False,
         ),
         Estimator("mass-mean", "nearest class mean; the direction between the means", MassMeanProbe, "together"),
         Estimator(
@@ -304,6 +308,7 @@ ESTIMATORS = {
             _scaled(lambda: MLPClassifier((64,), max_iter=1000, tol=1e-3, random_state=0)),
             "apart",
             linear=False,
+            refits=False,
         ),
         Estimator("ccs", "contrast-consistent search on pairs of rows, without labels", CcsProbe, "no", linear=False),
         Estimator("attentive", "attention over positions, then a linear classifier", AttentiveProbe, "no", linear=False),

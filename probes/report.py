@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +24,7 @@ from replaylens.probes.checks import make_folder
 from replaylens.probes.errors import ProbeError
 from replaylens.probes.intervals import Estimate
 from replaylens.probes.rows import Cell, ProbeRows
+from replaylens.probes.verdicts import BELOW, ERROR, LOOKS, SHOWN, best_of, of_line, verdict_of, verdicts
 
 # ---- summary ---------------------------------------------------------------------------------------------------------
 # A sweep's table in words: what is shown, what is not, and known zeros.
@@ -31,63 +32,15 @@ from replaylens.probes.rows import Cell, ProbeRows
 CONTROLS = ("majority", "token_identity", "position_only", "bag_of_tokens", "shuffled", "control_task", "untrained")
 OF_TEXT = ("token_identity", "bag_of_tokens", "control_task")
 """controls that need the tokens of the paths; where they are missing, a verdict says so"""
-LEVEL = 0.05
 
 
-SHOWN, READABLE, NOT_SHOWN = "shown", "readable", "not shown"
-"""verdicts; readable: more than chance and every other control, but not separable from the control task"""
-_HEADS = {SHOWN: "Shown", READABLE: "Readable, not separable from the control task", NOT_SHOWN: "Not shown"}
+def summarise(
+    table: pd.DataFrame, settings: Mapping[str, Any] | None = None, grouping: Mapping[str, str] | None = None
+) -> list[str]:
+    """Lines of text for a sweep's table.
 
-
-def verdict_of(line: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """(verdict on one line of a sweep, what decided); None for known zeros.
-
-    A label is shown if it scores more than chance over the whole grid, and more than every control that was run. Chance is
-    tested by permutation (`p_family`), which keeps the frequencies of the classes, so that the majority needs no further test.
-    Other controls are tested as paired differences: `margin` is the smallest lower bound over them, at an error that holds
-    for the whole grid. The control task alone asks another question, how much the probe can memorise: a label that fails only
-    there is readable.
+    grouping  which rows are one group, for each position
     """
-    p, margin = line.get("p_family"), line.get("margin")
-    if p is None or p != p:
-        return None, None
-    if p > LEVEL:
-        return NOT_SHOWN, "p_family"
-    guess = line.get("majority")
-    if guess is not None and line["accuracy"] <= guess:
-        return NOT_SHOWN, "majority"
-    if margin is None or margin != margin:
-        return SHOWN, "p_family"
-    if margin > 0:
-        return SHOWN, line.get("margin_over")
-    rest = line.get("margin_without_task")
-    if line.get("margin_over") == "control_task" and (rest is None or rest != rest or rest > 0):
-        return READABLE, "control_task"
-    return NOT_SHOWN, line.get("margin_over")
-
-
-def verdicts(table: pd.DataFrame) -> pd.Series:
-    """The verdict on each line; see `verdict_of`."""
-    return pd.Series([verdict_of(line)[0] for line in table.to_dict("records")], index=table.index, dtype=object)
-
-
-def shown(table: pd.DataFrame) -> pd.Series:
-    """Which lines count as shown; see `verdict_of`."""
-    return verdicts(table) == SHOWN
-
-
-def best_of(table: pd.DataFrame) -> pd.Series:
-    """The line with the highest score among those that are shown; if none is, among the readable ones, then among all."""
-    said = verdicts(table)
-    for kind in (SHOWN, READABLE):
-        if (said == kind).any():
-            table = table[said == kind]
-            break
-    return table.loc[table["accuracy"].astype(float).fillna(-np.inf).idxmax()]
-
-
-def summarise(table: pd.DataFrame, settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Lines of text for a sweep's table."""
     if table.empty or "p_family" not in table:
         return ["No lines."]
     main, zeros = table[~table["known_zero"].astype(bool)], table[table["known_zero"].astype(bool)]
@@ -97,6 +50,10 @@ def summarise(table: pd.DataFrame, settings: Mapping[str, Any] | None = None) ->
     if missing:
         lines.append(f"Controls not run: {', '.join(missing)}.")
     lines.append(_method(main, settings or {}))
+    rules: dict[str, list[str]] = {}
+    for position, rule in (grouping or {}).items():
+        rules.setdefault(rule, []).append(position)
+    lines += [f"Groups{f' at {chr(44).join(at)}' if len(rules) > 1 else ''}: {rule}." for rule, at in rules.items()]
     lines.append("A probe shows that a label can be read off, not that the model uses it. Test the direction causally.")
     return lines
 
@@ -107,9 +64,11 @@ def _labels(main: pd.DataFrame, held_out: bool) -> Iterator[str]:
     held_out  whether groups were given, so that nobody needs the hint
     """
     for (label, estimator, position), part in main.groupby(["label", "estimator", "position"], sort=False):
-        best = best_of(part)
-        verdict, decided = verdict_of(best)
-        same = int((verdicts(part) == verdict).sum())
+        best, every = best_of(part), verdicts(part)
+        verdict = verdict_of(best)
+        if verdict is None:
+            continue
+        decided = str(verdict.decided_by)
         where = f"{best['site']}{'' if pd.isna(best['layer']) else int(best['layer'])}"
         controls = [(float(best[name]), name.replace("_", " ")) for name in CONTROLS if pd.notna(best.get(name))]
         against = "best control {:.3f} ({})".format(*max(controls)) if controls else "no controls"
@@ -117,26 +76,31 @@ def _labels(main: pd.DataFrame, held_out: bool) -> Iterator[str]:
         if without and pd.notna(best.get("majority")):
             against += f", without {' and '.join(without)}"
         score = f"{best['metric'].replace('auroc', 'AUROC').replace('_', ' ')} {best['accuracy']:.3f}"
-        score += f" [{best['low']:.3f}, {best['high']:.3f}] at {where}, {against}"
-        count = f"none of {len(part)}" if verdict == NOT_SHOWN else f"{same} of {len(part)}"
-        head = f"{_HEADS[str(verdict)]}: {label} at {position} ({estimator})"
-        yield f"{head}: {count} cells; best {score}, {_p(best)}."
-        yield f"  decided by {_decision(best, str(decided))}."
+        ends = ("low", "high") if pd.isna(best.get("low_family")) else ("low_family", "high_family")
+        chosen = "" if ends[0] == "low" or best.get("cells") == 1 else f" for the best of {best['cells']:g} cells"
+        score += f" [{best[ends[0]]:.3f}, {best[ends[1]]:.3f}]{chosen} at {where}, {against}"
+        count = ", ".join(f"{number} of {len(part)} {kind}" for kind in LOOKS if (number := int((every == kind).sum())))
+        than = " above what decides" if verdict.outcome == BELOW else " groups" if verdict.needed is not None else ""
+        yield f"{verdict.head}{than}: {label} at {position} ({estimator}): cells {count}; best {score}, {_p(best)}."
+        yield f"  decided by {_decision(best, decided)}."
         if pd.notna(best.get("selectivity")):
             interval = f"[{best['selectivity_low']:.3f}, {best['selectivity_high']:.3f}]"
             yield f"  selectivity there {best['selectivity']:.3f} {interval} (control task {best['control_task']:.3f})."
         if best["metric"] == "accuracy" and pd.notna(best.get("auroc_low")):
             yield f"  AUROC there {best['auroc']:.3f} [{best['auroc_low']:.3f}, {best['auroc_high']:.3f}]."
-        if verdict == READABLE and not held_out:
-            yield "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=)."
-        if verdict == NOT_SHOWN and not held_out and decided in ("bag_of_tokens", "token_identity"):
+        if decided == "control_task" and verdict.outcome != SHOWN and not held_out:
+            yield "  Readable, but the probe learns a random class per context as well."
+            yield "  Hold out contexts to tell them apart: sweep(groups=)."
+        if verdict.outcome != SHOWN and not held_out and decided in ("bag_of_tokens", "token_identity"):
             yield "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
 
 
 def _decision(line: pd.Series, decided: str) -> str:
+    if decided == "no test":
+        return "nothing: there is no p without a new fit for each permutation (give permutations=, or another estimator)"
     if decided == "p_family":
-        side = ">" if float(line["p_family"]) > LEVEL else "<="
-        return f"p over the grid {side} {LEVEL}"
+        side = ">" if float(line["p_family"]) > ERROR else "<="
+        return f"p over the grid {side} {ERROR}"
     if decided == "majority":
         return "the majority, which scores as well"
     side = "above" if float(line["margin"]) > 0 else "not above"
@@ -160,6 +124,8 @@ def _method(main: pd.DataFrame, settings: Mapping[str, Any]) -> str:
 
 
 def _p(line: pd.Series) -> str:
+    if pd.isna(line["p_family"]):
+        return f"no p ({_sizes(line)})"
     p = float(line["p_family"])
     return f"p {'< 0.001' if p < 0.001 else f'= {p:.3f}'} over the grid ({line['test']}; {_sizes(line)})"
 
@@ -214,8 +180,8 @@ class Report:
         return "\n".join(self.summary())
 
     def summary(self) -> list[str]:
-        shown = self.findings or summarise(self.table, self.settings)
-        return [*shown, *self.notes]
+        said = self.findings or summarise(self.table, self.settings, self.source.get("grouping"))
+        return [*said, *self.notes]
 
     def __str__(self) -> str:
         return self.text()
@@ -406,45 +372,56 @@ def percent(value: float, low: float, high: float) -> str:
 # ---- figures ---------------------------------------------------------------------------------------------------------
 # Figures of a report: heatmaps, curves and bars, with matplotlib and without a display.
 
-_CONTROLS = {"majority": "0.5", "bag_of_tokens": "tab:brown", "untrained": "tab:red", "shuffled": "tab:pink"}
+_COLOURS = dict(zip(CONTROLS, ("0.5", "tab:olive", "tab:cyan", "tab:brown", "tab:pink", "tab:purple", "tab:red"), strict=True))
+"""of every control: whichever decides is drawn"""
 
 _NAMED = {"shuffled": "labels exchanged"}
 """controls in legends, where their column has another name: tasks have a label `shuffled`, a known zero"""
 
-_DOT: dict[str, Any] = {
-    "marker": "o",
-    "color": "white",
-    "markeredgecolor": "black",
-    "markeredgewidth": 0.6,
-    "markersize": 4,
-    "linestyle": "",
-}
-"""seen on every colour of the scale"""
+
+def _mark(outcome: str) -> dict[str, Any]:
+    """How an outcome is drawn, seen on every colour of the scale."""
+    marker, colour = LOOKS[outcome]
+    return {
+        "marker": marker,
+        "color": colour,
+        "markeredgecolor": "black",
+        "markeredgewidth": 0.6,
+        "markersize": 5,
+        "linestyle": "",
+    }
+
+
+def _marks(outcomes: Iterable[str]) -> list[Line2D]:
+    """The legend of those outcomes that occur."""
+    found = set(outcomes)
+    return [Line2D([], [], **_mark(each), label=each) for each in LOOKS if each in found]
 
 
 def heatmap(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
-    """Score by layer and position, one panel per site. A dot marks p_family <= 0.05, as the legend says."""
+    """Score by layer and position, one panel per site. Marks are the verdicts, as the legend says; known zeros have none."""
     part, label = _narrow(table, label, estimator)
     sites, positions = list(dict.fromkeys(part["site"])), list(dict.fromkeys(part["position"]))
     figure = picture(1.2 + 2.6 * len(sites), 1.4 + 0.45 * len(positions))
     axes = figure.subplots(1, len(sites), squeeze=False)[0]
+    outcomes = verdicts(part)
     floor = float(part["majority"].min()) if "majority" in part and part["majority"].notna().any() else float(part["low"].min())
     for axis, site in zip(axes, sites, strict=True):
         own = part[part["site"] == site]
         layers = sorted({0 if pd.isna(layer) else int(layer) for layer in own["layer"]})
         grid = np.full((len(positions), len(layers)), np.nan)
-        for line in own.itertuples():
+        for line, outcome in zip(own.itertuples(), outcomes[own.index], strict=True):
             at = positions.index(line.position), layers.index(0 if pd.isna(line.layer) else int(line.layer))
             grid[at] = line.accuracy
-            if line.p_family is not None and line.p_family <= 0.05:
-                axis.plot(at[1], at[0], **_DOT)
+            if outcome is not None:
+                axis.plot(at[1], at[0], **_mark(outcome))
         image = axis.imshow(grid, vmin=min(floor, 0.99), vmax=1.0, cmap="viridis", aspect="auto")
         axis.set(title=site, xlabel="layer", xticks=range(len(layers)), xticklabels=layers)
         axis.set(yticks=range(len(positions)), yticklabels=positions if axis is axes[0] else [])
     figure.colorbar(image, ax=list(axes), label=wrapped(part["metric"].iloc[0], figure.get_figheight() - 1))
     figure.suptitle(wrapped(plain(_title(part, label)), figure.get_figwidth(), 12))
-    dot = Line2D([], [], **_DOT, label="p ≤ 0.05 over the whole grid (p_family)")
-    figure.legend(handles=[dot], loc="outside lower center", fontsize=7, facecolor="0.85")
+    if handles := _marks(outcomes.dropna()):
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, facecolor="0.85")
     return figure
 
 
@@ -454,7 +431,8 @@ def _title(part: pd.DataFrame, label: str) -> str:
 
 
 def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None = None) -> Figure:
-    """Score by layer with its interval, one panel per position, one line per site; controls are those of the first site."""
+    """Score by layer with its interval and the mark of its verdict, one panel per position, one line per site; every control
+    that was run, of the first site."""
     part, label = _narrow(table, label, estimator)
     positions = list(dict.fromkeys(part["position"]))
     figure = picture(1.0 + 3.2 * len(positions), 3.2)
@@ -472,9 +450,12 @@ def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None 
                 capsize=2,
                 label=str(site),
             )
+            for line, outcome in zip(own.itertuples(), verdicts(own), strict=True):
+                if outcome is not None:
+                    axis.plot(0 if pd.isna(line.layer) else line.layer, line.accuracy, **_mark(outcome), zorder=3)
         first = here[here["site"] == here["site"].iloc[0]]
-        for name, colour in _CONTROLS.items():
-            if name in first and first[name].notna().all():
+        for name, colour in _COLOURS.items():
+            if name in first and first[name].notna().any():
                 axis.plot(
                     first["layer"].fillna(0),
                     first[name],
@@ -485,7 +466,11 @@ def curves(table: pd.DataFrame, label: str | None = None, estimator: str | None 
                 )
         axis.set(title=position, xlabel="layer")
     axes[0].set_ylabel(part["metric"].iloc[0])
-    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=7)
+    handles, labels = axes[-1].get_legend_handles_labels()
+    marks = _marks(verdicts(part).dropna())
+    figure.legend(
+        [*handles, *marks], [*labels, *(str(each.get_label()) for each in marks)], loc="outside right upper", fontsize=7
+    )
     figure.suptitle(wrapped(plain(_title(part, label)), figure.get_figwidth(), 12))
     return figure
 
@@ -517,6 +502,12 @@ def bars(table: pd.DataFrame, title: str) -> Figure:
     value = table["accuracy"].astype(float)
     error = [(value - table["low"].astype(float)).clip(lower=0), (table["high"].astype(float) - value).clip(lower=0)]
     axis.barh(range(len(table)), value, xerr=error, color="tab:blue", alpha=0.7, capsize=2)
+    told = [of_line(line).outcome if isinstance(line.get("verdict"), str) else None for line in table.to_dict("records")]
+    for place, outcome in enumerate(told):
+        if outcome is not None:
+            axis.plot(value.iloc[place], place, **_mark(outcome))
+    if handles := _marks(each for each in told if each is not None):
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=7, facecolor="0.85")
     axis.set(
         yticks=range(len(table)), yticklabels=[plain(short(what, 60)) for what in table["what"]], title=title, xlabel="score"
     )

@@ -83,11 +83,11 @@ class Target:
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:
     """A target from any column of values; None and NaN are missing values.
 
-    Whole numbers are classes also where missing values have made floats of them.
+    Few whole numbers are classes, also as floats, which missing values make of them: one value more or less changes no kind.
     """
     column = pd.Series(values).reset_index(drop=True)
     present = column.notna().to_numpy()
-    if pd.api.types.is_float_dtype(column) and not present.all() and (column[present] % 1 == 0).all():
+    if pd.api.types.is_float_dtype(column) and (column[present] % 1 == 0).all():
         column = column.astype("Int64")
     if kind == "auto":
         number = pd.api.types.is_float_dtype(column) or (
@@ -119,6 +119,8 @@ class Cell:
         return self.site if self.layer is None else f"{self.site}{self.layer}"
 
 
+LARGEST = 1e100
+"""value of a row: sums of squares, and their products, have to stay finite"""
 LATER = ("logprob", "entropy")
 """columns of the index of a run that are computed when they are asked for: they take the unembedding of every row"""
 
@@ -400,6 +402,10 @@ class ProbeRows(FromArrays):
             raise BadRows(
                 f"{Cell(site, layer)}: {int(bad.sum())} of {len(x)} rows contain NaN or infinity, the first at row "
                 f"{int(bad.nonzero()[0])}. Leave them out with where(), or dump again."
+            )
+        if x.numel() and (most := float(x.abs().max())) > LARGEST:
+            raise BadRows(
+                f"{Cell(site, layer)}: values reach {most:.0e}, whose squares leave double precision. Scale the rows."
             )
         return x.numpy()
 

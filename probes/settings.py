@@ -74,7 +74,7 @@ class SweepSettings:
     """of classes, in score, interval, test and controls: accuracy, balanced_accuracy, auroc, or auto: AUROC where classes are
     unequal (the most frequent of two has 70 % or more), otherwise accuracy. Numbers have r2"""
     permutations: int = PERMUTATIONS
-    """of the labels, with a new fit for each; 0: a corrected t test instead, for large grids"""
+    """of the labels, with a new fit for each; 0: none, and so no p and nothing shown: scores and intervals of large grids"""
     precision: str = "double"
     """double: agrees with scikit-learn to rounding; single: half the memory, twice as fast"""
     device: str = "cpu"
@@ -89,8 +89,7 @@ class SweepSettings:
         checks = {
             f"Unknown branches {self.branches!r}. Use one of {', '.join(BRANCHES)}.": self.branches in BRANCHES,
             f"Unknown precision {self.precision!r}. Use one of {', '.join(PRECISIONS)}.": self.precision in PRECISIONS,
-            f"{self.permutations} permutations are too few. Give at least 19, or 0 for a corrected t test.": self.permutations
-            >= 19
+            f"{self.permutations} permutations are too few. Give at least 19, or 0 for none.": self.permutations >= 19
             or self.permutations == 0,
             f"Device {self.device!r} not found. Use cpu, or cuda if torch finds a GPU.": _is_there(self.device),
             "An option is empty. Give at least one label, site, position and estimator.": all(

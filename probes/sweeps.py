@@ -39,7 +39,7 @@ from replaylens.probes.controls import (
     untrained_rows,
 )
 from replaylens.probes.errors import BadPosition, BadRows, MissingLabel, OneClass, ProbeError, TooFewGroups
-from replaylens.probes.groups import GIVEN, grouped, histories, independent, with_groups
+from replaylens.probes.groups import GIVEN, INDEPENDENT, grouped, histories, independent, with_groups
 from replaylens.probes.heldout import (
     HeldOutPredictions,
     OnlineCode,
@@ -396,7 +396,8 @@ def sweep(
              of the given run makes them
     groups   what more than the prompt makes rows alike, such as the topic or the author of your own texts, or words to hold
              out: a column of the index (a label, `text`), or one value per example or per row. Prompts that share a value are
-             one group: in one fold, exchanged together. Held-out words leave a control task nothing to memorise
+             one group: in one fold, exchanged together. Held-out words leave a control task nothing to memorise. Default: texts
+             of your own that begin alike are one group; "independent" takes them as independent, and the verdict says so
     resume   a folder for finished parts, from which an interrupted sweep resumes
     jobs     number of processes for estimators that are fitted one by one; -1: one per core
     backend  of joblib; `ray` for a cluster
@@ -512,10 +513,10 @@ class _Sweep:
         settings, found, position = self.settings, chosen.at_position(at), at.spec
         if not len(found):
             return SweepPosition.nothing(position, found, "there is no row; give rows of that position, or choose another")
-        if settings.groups is not None:
-            found = grouped(found, settings.groups)
+        if settings.groups not in (None, INDEPENDENT):
+            found = grouped(found, str(settings.groups))
         labels = [found.target(label) for label in settings.labels] if settings.split == "root" else []
-        here = independent(found, labels)  # another split could part rows of one observation
+        here = independent(found, labels, settings.groups)  # another split could part rows of one observation
         try:
             split = self.make_split(here.rows).check(here.rows, here.keys)
         except TooFewGroups as error:
@@ -532,7 +533,7 @@ class _Sweep:
             for estimator in settings.estimators:
                 if goal.kind not in registry.get(estimator).kinds:
                     skipped.append((f"known zero {goal.label!r} with {estimator}", _UNFIT[goal.kind]))
-        return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, here.copies)
+        return SweepPosition(position, here.rows, here.groups, split, goals, cells, skipped, paths, here.copies, here.rule)
 
     def _fill(self, place: SweepPosition, parts: SweepCache, bar: Any) -> None:
         """Mutates `place`: predictions and permutation tests, one part per batch of cells."""
@@ -573,7 +574,7 @@ class _Sweep:
         if len(place.split) == 1:  # the labels of the tested rows took no part in any fit
             how = (roots, groups, place.tested(goal), settings.permutations, settings.seed)
             place.add_null(estimator, goal, batch, exchanged(held.of(number, goal, place.tested(goal)), goal, *how))
-        elif (spec := registry.get(estimator)).swept == "together" and not spec.inner:
+        elif registry.get(estimator).refits:
             here, orders, why = _exchange(goal, roots, groups, settings, place.split.train)
             place.skipped += why
             if orders is not None:
@@ -585,7 +586,7 @@ class _Sweep:
     ) -> dict[str, np.ndarray]:
         """The fields of a `Null`: scores on the labels and on permuted ones."""
         x = _single(self._load(place.rows, batch))
-        null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place))
+        null = refitted(estimator, x, goal, orders, place.split, nuisance=self._nuisance(place), jobs=self.jobs)
         return {"observed": null.observed, "drawn": null.drawn, "constant": _constant(null)}
 
     def _extras(self, place: SweepPosition, here: ProbeRows, batch: list[Cell], parts: SweepCache, part: str) -> None:

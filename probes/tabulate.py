@@ -24,10 +24,11 @@ from replaylens.probes.heldout import (
 )
 from replaylens.probes.intervals import Estimate
 from replaylens.probes.permutations import Null, max_statistic
-from replaylens.probes.report import Report, about_rows, verdict_of
+from replaylens.probes.report import Report, about_rows
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.settings import SweepSettings
 from replaylens.probes.splits import Split, fold_of_groups
+from replaylens.probes.verdicts import ERROR, joint_level, verdict_of
 
 # ---- sweep position --------------------------------------------------------------------------------------------------
 # `SweepPosition`: the rows, groups and goals of one position of a sweep, with the predictions of its probes.
@@ -51,6 +52,8 @@ class SweepPosition:
     """tokens of each row's path; None if some are missing"""
     copies: np.ndarray
     """[rows]: how many of the given rows are this observation"""
+    rule: str = ""
+    """which rows are one group, in words"""
     held: dict[str, dict[Cell, HeldOutPredictions]] = field(default_factory=dict)
     untrained: dict[str, dict[Cell, HeldOutPredictions]] = field(default_factory=dict)
     nulls: dict[tuple[str, str], dict[Cell, Null]] = field(default_factory=dict)
@@ -124,8 +127,6 @@ def _by_cell(batch: Sequence[Cell], held: HeldOutPredictions) -> dict[Cell, Held
 # ---- tabulate --------------------------------------------------------------------------------------------------------
 
 _ENDS = {"": "value", "_low": "low", "_high": "high"}
-ERROR = 0.05
-"""share of sweeps without any signal that may still show one"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,23 +183,36 @@ def tabulate(places: list[SweepPosition], rows: ProbeRows, settings: SweepSettin
     for block in blocks:
         if (where := (block.place.position, block.number)) not in shared:
             shared[where] = _shared(block, settings)
-    made = [(b, list(_lines(b, shared[b.place.position, b.number], ERROR / len(main)))) for b in blocks]
-    _correct([(block, lines) for block, lines in made if block.goal.role == LABEL])
+    level = (
+        joint_level([(block.gains(block.said()), block.groups) for block in main], settings.seed) if main else intervals.LEVEL
+    )
+    made = [(b, list(_lines(b, shared[b.place.position, b.number], ERROR / len(main), level, settings))) for b in blocks]
+    _correct([(block, lines) for block, lines in made if block.goal.role == LABEL and not _refused(block, settings)])
     for block, own in made:
         if block.goal.role == ZERO:
             for line, p in zip(own, _corrected(block), strict=True):
                 line["p"] = float(p)
-    lines = [line for _, own in made for line in own]
+    lines, cells = [line for _, own in made for line in own], sum(len(block.place.cells) for block in main)
     for line in lines:
-        line["verdict"], line["decided_by"] = verdict_of(line)
-    return Report("sweep", lines, about_rows(rows), settings.to_json(), notes)
+        line["cells"] = cells
+        found = verdict_of(line)
+        line |= found.columns if found else dict.fromkeys(("verdict", "bound", "needed", "decided_by"))
+    source = about_rows(rows) | {"grouping": {place.position: place.rule for place in places}}
+    return Report("sweep", lines, source, settings.to_json(), notes)
+
+
+def _refused(block: SweepBlock, settings: SweepSettings) -> bool:
+    """Whether there is no p: the estimator is not fitted again for each permutation, or no permutations are asked for. A t test
+    on fits that were made once would be off: too strict by half for some estimators, too lax for others."""
+    there = block.place.null(block.estimator, block.goal) is not None
+    return not there and (not settings.permutations or not registry.get(block.estimator).refits)
 
 
 def _correct(made: list[tuple[SweepBlock, list[dict[str, Any]]]]) -> None:
     """Mutates the lines: p-values of each cell, corrected for the grid, and false discovery rates.
 
-    Cells with permutation tests are corrected by their largest score under permutation, the others by their number
-    (Bonferroni). If a grid has both kinds, each gets half of the error.
+    Cells with permutation tests are corrected by their largest score under permutation, those where labels cannot change
+    places, which have a t test, by their number (Bonferroni). If a grid has both kinds, each gets half of the error.
     """
     permuted = [(own, null) for block, own in made if (null := block.place.null(block.estimator, block.goal)) is not None]
     others = [(block, own) for block, own in made if block.place.null(block.estimator, block.goal) is None]
@@ -228,15 +242,23 @@ def _constant(block: SweepBlock) -> np.ndarray:
     return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
 
 
-def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[str, Any]]:
-    """One line per cell."""
+def _lines(
+    block: SweepBlock, shared: "Shared", error: float, level: float, settings: SweepSettings
+) -> Iterator[dict[str, Any]]:
+    """One line per cell.
+
+    error  that the bounds of the margins of all cells together may have
+    level  of an interval at which those of the whole grid hold jointly
+    """
     place, goal = block.place, block.goal
     how: dict[str, Any] = dict(fold=place.fold, groups=block.groups, folds=block.folds)
     scores, areas = estimates(block.said(), goal, block.tested, **how), areas_of(block.said(), goal, block.tested, **how)
+    jointly = estimates(block.said(), goal, block.tested, **how, level=level) if goal.role == LABEL else scores
+    chance = constant_score(goal, block.tested) if goal.chance is None else goal.chance
     beyond = _controls(block, shared, error) if goal.role == LABEL else [{} for _ in scores]
     more = _metrics(block, areas)
     null = place.null(block.estimator, goal)
-    for c, (cell, found) in enumerate(zip(place.cells, scores, strict=True)):
+    for c, (cell, found, wide) in enumerate(zip(place.cells, scores, jointly, strict=True)):
         yield {
             "site": cell.site,
             "layer": cell.layer,
@@ -247,17 +269,19 @@ def _lines(block: SweepBlock, shared: "Shared", error: float) -> Iterator[dict[s
             "accuracy": found.value,
             "low": found.low,
             "high": found.high,
+            "low_family": wide.low if goal.role == LABEL else None,
+            "high_family": wide.high if goal.role == LABEL else None,
             **{name: values[c] for name, values in more.items()},
             "p": None,
             "p_family": None,
             "q": None,
-            "test": _test_name(block, null),
+            "test": None if _refused(block, settings) else _test_name(block, null),
             "rows": int(place.copies[block.tested].sum()),
             "distinct": len(np.unique(path_keys(place.rows)[block.tested])),
             "roots": len(np.unique(place.rows.roots[block.tested])),
             "groups": len(np.unique(block.groups)),
             "known_zero": goal.role == ZERO,
-            "chance": goal.chance,
+            "chance": chance,
             **{name: values and values[1] for name, values in shared.items()},
             "shuffled": _shuffled(block, null, c),
             **(_NO_CONTROLS | beyond[c]),
@@ -296,6 +320,9 @@ _NO_CONTROLS = dict.fromkeys(
         "margin",
         "margin_over",
         "margin_without_task",
+        "margin_value",
+        "margin_error",
+        "margin_high",
     )
 )
 
@@ -374,7 +401,7 @@ def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str,
     how = _How(level=1 - error, extra=fits)
     found: list[dict[str, Any]] = [{} for _ in own]
     bounds = {
-        name: intervals.lower_bounds(own - values[0], block.groups, **how)[1]
+        name: intervals.one_sided_bounds(own - values[0], block.groups, **how)
         for name, values in shared.items()
         if values is not None and values[0] is not None
     }
@@ -382,22 +409,28 @@ def _controls(block: SweepBlock, shared: Shared, error: float) -> list[dict[str,
         bounds["control_task"] = _selectivity(block, own, numbers, found, error)
     if block.estimator in block.place.untrained:
         blank = block.gains(block.said(untrained=True))
-        bounds["untrained"] = intervals.lower_bounds(own - blank, block.groups, **how)[1]
+        bounds["untrained"] = intervals.one_sided_bounds(own - blank, block.groups, **how)
         for line, value in zip(found, blank.mean(1), strict=True):
             line["untrained"] = float(value)
     for c, line in enumerate(found):
         if bounds:
-            line["margin_over"] = min(bounds, key=lambda name: bounds[name][c])
-            line["margin"] = float(bounds[line["margin_over"]][c])
-        if others := [bound[c] for name, bound in bounds.items() if name != "control_task"]:
+            line["margin_over"] = min(bounds, key=lambda name: bounds[name].low[c])
+            least = bounds[line["margin_over"]]
+            line |= {
+                "margin": float(least.low[c]),
+                "margin_value": float(least.value[c]),
+                "margin_error": float(least.error[c]),
+            }
+            line["margin_high"] = float(min(bound.high[c] for bound in bounds.values()))
+        if others := [bound.low[c] for name, bound in bounds.items() if name != "control_task"]:
             line["margin_without_task"] = float(min(others))
     return found
 
 
 def _selectivity(
     block: SweepBlock, own: np.ndarray, numbers: list[int], found: list[dict[str, Any]], error: float
-) -> np.ndarray:
-    """Lower bounds [cells] of the selectivity. Mutates `found`: adds it with its interval.
+) -> intervals.Bounds:
+    """Bounds [cells] of the selectivity. Mutates `found`: adds it with its interval.
 
     The control tasks are a sample of all random ones, so their spread counts as well.
     """
@@ -405,12 +438,12 @@ def _selectivity(
     drawn = np.stack([block.gains(block.said(number), goals[number]) for number in numbers])  # [draws, cells, rows]
     spread = drawn.mean(2).var(0, ddof=1) / len(numbers) if len(numbers) > 1 else np.zeros(len(own))
     how: dict[str, Any] = dict(folds=block.folds, extra=spread)
-    value, bound = intervals.lower_bounds(own - drawn.mean(0), block.groups, level=1 - error, **how)
+    bounds = intervals.one_sided_bounds(own - drawn.mean(0), block.groups, level=1 - error, **how)
     for c, line in enumerate(found):
         alone = intervals.difference_over_groups((own - drawn.mean(0))[c], block.groups, folds=block.folds, extra=spread[c])
         line["control_task"] = float(drawn[:, c].mean())
-        line |= {"selectivity": float(value[c]), "selectivity_low": alone.low, "selectivity_high": alone.high}
-    return bound
+        line |= {"selectivity": float(bounds.value[c]), "selectivity_low": alone.low, "selectivity_high": alone.high}
+    return bounds
 
 
 def _shuffled(block: SweepBlock, null: Null | None, c: int) -> float | None:

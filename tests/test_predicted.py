@@ -28,7 +28,7 @@ from replaylens.gradients.attribution import Attribution
 from replaylens.kernels import definition
 from replaylens.probes.estimators import SparseProbe
 from replaylens.probes.forks.outcome_probe import GAIN, LOSS, _say
-from replaylens.probes.report import summarise, verdict_of
+from replaylens.probes.report import summarise
 from replaylens.thinking.thoughts import Thought
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training.thinking import METHODS

@@ -8,7 +8,7 @@ and all places are equally likely.
 A slow drift is no change point of this model: it is cut into several small ones.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _LEAST_MEANS = 20
 """rollouts a position that probabilities must stand for, or rounding them to counts would say more than they do"""
 MAX_CHANGES = 10
+_FEW_FORKS, _ORDERS = 7, 99
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,20 @@ class ChangePoints(Citable):
     points: tuple[ChangePoint, ...]
     """those of the most probable number of changes"""
     level: float
+    p: float = 0.0
+    """that forks in any order would look as much like a path with changes; 0 of fewer forks than `_FEW_FORKS`"""
 
     def __repr__(self) -> str:
         return f"ChangePoints({len(self.points)} of {len(self.positions)} positions, P(any) = {1 - self.number[0]:.3f})"
 
     @property
     def shown(self) -> bool:
-        """Whether there is a change at all: the posterior of none is at most 1 - level."""
-        return bool(self.number[0] <= 1 - self.level)
+        """Whether there is a change at all: the posterior of none is at most 1 - level, and so is `p`.
+
+        The posterior takes each fork's rollouts as draws of one distribution. Forks that differ for no reason of place, each
+        with a distribution of its own, look like many changes to it; in another order they do so as well.
+        """
+        return bool(self.number[0] <= 1 - self.level and self.p <= 1 - self.level)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -127,7 +134,30 @@ def change_points(
     most = min(most, length - 1)
     stretch = _stretches(table, prior)
     before, after = _before(stretch, most), _after(stretch, most)
-    return _posterior(counts, table, rolled, before, after, most, level)
+    return replace(_posterior(counts, table, rolled, before, after, most, level), p=_p_of_order(table, prior, most))
+
+
+def _p_of_order(table: np.ndarray, prior: float, most: int) -> float:
+    """The share of orders of the forks, the given one included, in which changes are as well supported."""
+    if len(table) < _FEW_FORKS:
+        return 0.0
+    random = np.random.default_rng([len(table), 0xC4A6])
+    orders = [np.arange(len(table)), *(random.permutation(len(table)) for _ in range(_ORDERS))]
+    support = np.array([_support(table[order], prior, most) for order in orders])
+    return float((support >= support[0] - 1e-9).mean())
+
+
+def _support(table: np.ndarray, prior: float, most: int) -> float:
+    """Log of the evidence for any change over that for none."""
+    evidence = _weights(len(table), most) + _before(_stretches(table, prior), most)[:, -1]
+    return float(logsumexp(evidence[1:]) - evidence[0])
+
+
+def _weights(length: int, most: int) -> np.ndarray:
+    """[changes]: log of the prior of each number of changes, and of one way to place them."""
+    m = np.arange(most + 1)
+    places = gammaln(length) - gammaln(m + 1) - gammaln(length - m)  # log of the number of ways to place m changes
+    return np.asarray(-(m + 1) * np.log(2) - places)
 
 
 def _stretches(table: np.ndarray, prior: float) -> np.ndarray:
@@ -167,9 +197,7 @@ def _posterior(
 ) -> ChangePoints:
     """Of the forks `rolled`, whose counts are `table`; a change is put at the first of them after it."""
     length = len(table)
-    m = np.arange(most + 1)
-    places = gammaln(length) - gammaln(m + 1) - gammaln(length - m)  # log of the number of ways to place m changes
-    weight = -(m + 1) * np.log(2) - places
+    weight = _weights(length, most)
     evidence = weight + before[:, -1]
     number = np.exp(evidence - logsumexp(evidence))
     chance = np.zeros(length)

@@ -12,18 +12,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 
 from replaylens.probes.checks import folds_and_seed, same_length
 from replaylens.probes.controls import bags
 from replaylens.probes.errors import BadRows, ProbeError, SharedRows
 from replaylens.probes.forks.distributions import entropy, shares
-from replaylens.probes.intervals import Estimate, corrected_p, difference_over_groups, lower_bounds
+from replaylens.probes.intervals import LEVEL, Estimate, corrected_p, difference_over_groups, one_sided_bounds
 from replaylens.probes.permutations import shuffled_order
 from replaylens.probes.registry import smoothed, solve_chosen
 from replaylens.probes.report import Report, score_line
 from replaylens.probes.rows import Cell
 from replaylens.probes.solvers import solve
 from replaylens.probes.splits import Split, fold_of_groups
+from replaylens.probes.verdicts import of_line, with_controls
 
 LOSS, GAIN = "log-loss, nats", "gain, nats"
 FREQUENCIES, SHUFFLED, UNTRAINED = "outcome frequencies", "shuffled", "untrained"
@@ -64,6 +66,7 @@ def outcome_probe(
     if untrained is not None:
         losses |= {f"{UNTRAINED} {cell}": data.losses(x, estimator) for cell, x in data.untrained.items()}
     lines = [*_scores(losses | cells | controls, data), *_gains(cells, losses, data, folds, seed)]
+    _judge(lines, len(np.unique(data.groups)))
     settings = dict(estimator=estimator, folds=folds, seed=seed, rollouts=int(counts.sum()), outcomes=counts.shape[1])
     return Report("outcome_probe", lines, data.about(), settings, data.notes(), _say(lines))
 
@@ -212,7 +215,7 @@ def _gains(
         (cell, name) for cell in cells for name in losses if not name.startswith(UNTRAINED) or name == f"{UNTRAINED} {cell}"
     ]
     gains = np.stack([losses[name] - cells[cell] for cell, name in pairs])
-    _, low = lower_bounds(gains, data.groups, seed=seed, folds=folds)
+    low = one_sided_bounds(gains, data.groups, seed=seed, folds=folds).low
     p = corrected_p(gains, data.groups, folds)
     lines = []
     for (cell, name), gain, least, chance in zip(pairs, gains, low, p, strict=True):
@@ -222,6 +225,19 @@ def _gains(
     return lines
 
 
+def _judge(lines: list[dict[str, Any]], groups: int) -> None:
+    """Mutates the lines of cells: adds the verdict, for which a cell has to gain over every baseline."""
+    gains = [line for line in lines if line["metric"] == GAIN]
+    cells = list(dict.fromkeys(line["state"] for line in gains))
+    for score in (line for line in lines if line["metric"] == LOSS and line["what"] in cells):
+        against = []
+        for line in (line for line in gains if line["state"] == score["what"]):
+            error = (line["high"] - line["accuracy"]) / float(stats.t.ppf((1 + LEVEL) / 2, groups - 1))
+            upper = 2 * line["accuracy"] - line["low"]
+            against.append((float(line["low"] <= 0), line["accuracy"], upper, error, line["what"].partition(" against ")[2]))
+        score |= with_controls(against, groups, len(gains)).columns
+
+
 def _say(lines: list[dict[str, Any]]) -> list[str]:
     """One sentence per cell. The lowest bound decides, which need not be that of the least gain: both are named."""
     scores = {line["what"]: line for line in lines if line["metric"] == LOSS}
@@ -229,7 +245,7 @@ def _say(lines: list[dict[str, Any]]) -> list[str]:
     for cell in dict.fromkeys(line["state"] for line in lines if line["metric"] == GAIN):
         own = [line for line in lines if line["metric"] == GAIN and line["state"] == cell]
         least, lowest = min(own, key=lambda line: line["accuracy"]), min(own, key=lambda line: line["low"])
-        verdict = "Shown" if lowest["low"] > 0 else "Not shown"
+        verdict = of_line(scores[cell])
         name, decisive = (line["what"].removeprefix(f"{cell} against ") for line in (least, lowest))
         rest = f" The lowest bound decides: {lowest['low']:+.3f} over {decisive} (gain {lowest['accuracy']:+.3f})."
         said.append(

@@ -18,6 +18,7 @@ from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.forks.distributions import RESAMPLES, distances, variation_low
 from replaylens.probes.intervals import LEVEL, Estimate, difference_over_groups, mean_over_groups
 from replaylens.probes.permutations import PERMUTATIONS, Null, max_statistic
+from replaylens.probes.verdicts import decide, error_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -330,7 +331,8 @@ class DraftAgreement:
         return self.p <= 1 - LEVEL and self.gain.low > 0
 
     def __str__(self) -> str:
-        verdict = "Shown" if self.shown else "Not shown"
+        error = error_of(self.gain, self.forks)
+        verdict = decide(0.0 if self.shown else 1.0, self.gain.value, self.gain.high, error, self.forks)
         return (
             f"{verdict}: rejected drafts are among the resamples not taken. {self.forks} forks; found {self.found}, share of "
             f"resamples {self.mass}, other forks' drafts {self.control:.3f}, p = {self.p:.3f}."

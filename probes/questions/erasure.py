@@ -1,6 +1,7 @@
 """What erasing or steering a label does while the model runs: `amnesic` and `steering_reach`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,17 @@ from replaylens.dumps.reader import Dump
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import as_int
-from replaylens.probes.causal import InterventionRunner, Subject, Variant, difference, line_of, line_of_placebos, refits, steer
+from replaylens.probes.causal import (
+    Difference,
+    InterventionRunner,
+    Subject,
+    Variant,
+    differences,
+    line_of,
+    line_of_placebos,
+    refits,
+    steering,
+)
 from replaylens.probes.checks import PLACEBO_BYTES, as_draws, example_list, layer_list, names
 from replaylens.probes.controls import make_goal
 from replaylens.probes.erasers import Inlp, Leace
@@ -19,6 +30,7 @@ from replaylens.probes.probe import fit_probe, placebo_probes
 from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import unseen
+from replaylens.probes.verdicts import SHOWN, Verdict, of_line
 from replaylens.replay.run import Run
 from replaylens.tasks.task import Example
 
@@ -74,8 +86,7 @@ def amnesic(
     here = rows.accepted().at(position)
     here = here.where(here.target(label).present)
     here, notes = unseen(distinct(here), engine, examples)
-    lines: list[dict[str, Any]] = []
-    said: list[str] = []
+    parts: list[tuple[str, int, list[dict[str, Any]], Difference]] = []
     for layer in layers:
         cell = rows.cell(site, layer)
         stage = InterventionRunner(engine, examples, rows.source.letters(site)[layer], label, position)
@@ -84,12 +95,17 @@ def amnesic(
             if not fitted.rank:
                 notes.append(f"Skipped {name} at {cell}: it finds no direction that tells {label!r}.")
                 continue
-            found, words = _compare(stage, cell, fitted, placebos, seed)
-            lines, said = lines + found, said + words
-    if not lines:
+            parts.append((f"{cell} {name}", fitted.rank, *_compare(stage, cell, fitted, placebos, seed)))
+    if not parts:
         raise BadRows(f"No eraser finds {label!r} at {position}. Choose another layer, or give more rows.")
     settings: dict[str, Any] = dict(label=label, site=site, layers=list(layers), position=position, erasers=list(erasers))
     settings |= dict(placebos=placebos, seed=seed, prompts=len(stage.subjects))
+    lines: list[dict[str, Any]] = []
+    said: list[str] = []
+    tests = differences([asked for *_, asked in parts], seed, "difference of error rates", nats=True)
+    for (name, rank, own, _), difference in zip(parts, tests, strict=True):
+        some = [*own[:3], difference, *own[3:]]
+        lines, said = lines + some, said + _say_amnesic(name, label, rank, some)
     return Report("amnesic", lines, about_rows(here), settings, notes, said)
 
 
@@ -131,8 +147,8 @@ def _variant(change: Change) -> Variant:
 
 def _compare(
     stage: InterventionRunner, cell: Cell, eraser: _Eraser, placebos: int, seed: int
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Lines and findings of one eraser at one cell."""
+) -> tuple[list[dict[str, Any]], Difference]:
+    """Lines of one eraser at one cell, and what is to be tested."""
     random = [_variant(eraser.placebo(seed, number)) for number in range(placebos)]
     nothing: Variant = lambda subject: np.zeros(subject.rows.shape)  # noqa: E731
     plain, own, *others = stage.ask([nothing, _variant(eraser.change), *random])
@@ -141,12 +157,12 @@ def _compare(
         line_of(f"{name}: nothing erased", plain, stage.roots, error),
         line_of(f"{name}: label erased", own, stage.roots, error),
         line_of_placebos(f"{name}: random directions erased", others, stage.roots, seed, error),
-        difference(f"{name}: label minus random directions", own, others, stage.roots, seed, f"difference of {error}s"),
     ]
     still, _ = refits(stage, _variant(eraser.change), seed)
     lines += [{**line, "what": f"{name}: {line['what']}"} for line in still]
-    lines = [{**line, "site": cell.site, "layer": cell.layer, "rank": eraser.rank} for line in lines]
-    return lines, _say_amnesic(name, stage.label, eraser.rank, lines)
+    place: dict[str, Any] = {"site": cell.site, "layer": cell.layer, "rank": eraser.rank}
+    asked = Difference(f"{name}: label minus random directions", own, others, stage.roots, place)
+    return [{**line, **place} for line in lines], asked
 
 
 def _say_amnesic(name: str, label: str, rank: int, lines: list[dict[str, Any]]) -> list[str]:
@@ -159,9 +175,12 @@ def _say_amnesic(name: str, label: str, rank: int, lines: list[dict[str, Any]]) 
     ]
     shift = f"{more['nats']:+.3g} nats [{more['nats_low']:+.3g}, {more['nats_high']:+.3g}]"
     cost = percent(more["accuracy"], more["low"], more["high"])
-    # an eraser that leaves the label readable can show that the model needs it, but not that it does not
-    missing = "Not shown" if after["low"] <= after["majority"] else f"No verdict, since {label!r} is still readable"
-    verdicts = ["Shown" if low > 0 else missing for low in (more["low"], more["nats_low"])]
+    pull = Verdict(more["nats_verdict"], more["bound"], more["nats_needed"])
+    verdicts = [verdict.head for verdict in (of_line(more), pull)]
+    if after["low"] > after["majority"]:  # what is still there may be used: the model's need is not told by its loss
+        verdicts = [
+            head if head == SHOWN.capitalize() else f"No verdict, since {label!r} is still readable" for head in verdicts
+        ]
     return [
         *said,
         f"{verdicts[0]}: {name}: the model needs {label!r} there: {cost} more wrong answers than random directions cost.",
@@ -201,6 +220,7 @@ def steering_reach(
         raise ProbeError(f"{len(seen)} of the prompts are among the rows that the probes are fitted on. Give other prompts.")
     last = steps.pop()
     lines: list[dict[str, Any]] = []
+    asked: list[Difference] = []
     notes: list[str] = []
     known = {}
     for kind in ("step", "query"):
@@ -212,8 +232,13 @@ def steering_reach(
             placebo = placebo_probes(known[kind], probe, count=2, seed=seed)
             for place in places:
                 how: dict[str, Any] = dict(untrained=placebo, factor=factor, placebos=placebos, seed=seed)
-                found = steer(engine, probe, examples, position=place, **how)
-                lines += [{**line, "site": site, "layer": layer, "position": place} for line in found.lines]
+                found = steering(engine, probe, examples, position=place, **how)
+                about: dict[str, Any] = {"site": site, "layer": layer, "position": place}
+                lines += [{**line, **about} for line in found.lines]
+                asked += [replace(each, more=about) for each in found.asked]
+                if found.no_path and found.no_path not in notes:
+                    notes.append(found.no_path)
+    lines += differences(asked, seed)
     settings = dict(label=label, estimator=estimator, factor=factor, steps=last, prompts=len(examples), seed=seed)
     named = [{**line, "what": f"{site}{line['layer']} at {line['position']}: {line['what']}"} for line in lines]
     return Report("steering_reach", named, probe.source, settings, notes, _say_reach(named))
@@ -223,7 +248,7 @@ def _say_reach(lines: list[dict[str, Any]]) -> list[str]:
     said = []
     for line in lines:
         if line["what"].endswith("probe minus random direction"):
-            verdict = "within reach" if line["low"] > 0 else "out of reach"
             more = percent(line["accuracy"], line["low"], line["high"])
-            said.append(f"{line['site']}{line['layer']} at {line['position']}: {verdict}, {more} more flips.")
+            where = f"{line['site']}{line['layer']} at {line['position']}"
+            said.append(f"{of_line(line)}: {where} is within reach: {more} more flips than random directions.")
     return said

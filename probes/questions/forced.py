@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,14 @@ from replaylens.probes.controls import Goal, make_goal, token_identity
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.groups import distinct, groups_of, independent, path_keys
 from replaylens.probes.heldout import held_out, label_orders, refitted
-from replaylens.probes.intervals import difference_over_groups, means_over_groups, ratio_over_groups
+from replaylens.probes.intervals import LEVEL, contributions, difference_over_groups, ratio_over_groups
 from replaylens.probes.permutations import PERMUTATIONS
 from replaylens.probes.positions import example_keys, row_paths
 from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import Split, apart, by_answer, by_root
+from replaylens.probes.verdicts import INVERTED, SHOWN, Family, family, of_line, p_over, tested
 from replaylens.replay.replayer import Result, prompt_of, result_of
 from replaylens.replay.run import Run
 from replaylens.tasks.splits import is_test_root
@@ -115,9 +117,7 @@ def text_or_truth(
     fitted, *read = (distinct(_after(rows).at(position)) for rows in (truthful, honest, lied))
     for rows in read:
         apart(fitted, rows)
-    lines: list[dict[str, Any]] = []
-    for cell in fitted.cells(sites, layers):
-        lines += _cell_lines(cell, fitted, read[0], read[1], estimator)
+    lines = _side_lines(fitted, *read, fitted.cells(sites, layers), estimator, seed)
     words, notes = _own_words(lied, lie_at)
     settings = dict(lie_at=lie_at, position=position, estimator=estimator, seed=seed)
     return Report("text_or_truth", [*lines, *words], about_rows(lied), settings, notes, _say_text_or_truth(lines, words))
@@ -136,23 +136,34 @@ def _after(rows: ProbeRows) -> ProbeRows:
     return rows.where(rows.frame["since_query"] > 0)
 
 
-def _cell_lines(cell: Cell, fitted: ProbeRows, honest: ProbeRows, lied: ProbeRows, estimator: str) -> list[dict[str, Any]]:
-    probe = get(estimator).make().fit(fitted.matrix(cell.site, cell.layer), fitted.target("face").values)
-    found = []
+def _side_lines(
+    fitted: ProbeRows, honest: ProbeRows, lied: ProbeRows, cells: Sequence[Cell], estimator: str, seed: int
+) -> list[dict[str, Any]]:
+    """Three lines for each cell; those that follow the text have the verdict. Their intervals hold for all cells jointly."""
     parted = lied.where((lied.frame["face"] != lied.frame["implied"]) & lied.frame["face"].notna())
     if not len(parted):
         raise BadRows("No row at this position comes after the lie. Give a later position, such as step, or an earlier lie_at.")
-    for name, rows, label in (
-        ("truthful chains, truth", honest, "face"),
-        ("after the lie, follows the text", parted, "implied"),
-        ("after the lie, follows the truth", parted, "face"),
-    ):
-        target = rows.target(label)
-        rows, target = rows.where(target.present), target[target.present]
-        right = probe.predict(rows.matrix(cell.site, cell.layer)) == target.values
-        score = ratio_over_groups(right[None], np.ones(len(right)), groups_of(rows))[0]
-        found.append(score_line(f"{cell}: {name}", "share", score, len(right), cell, **sizes(rows)))
-    return found
+    sides = [
+        (name, rows.where((target := rows.target(label)).present), target[target.present])
+        for name, rows, label in (
+            ("truthful chains, truth", honest, "face"),
+            ("after the lie, follows the text", parted, "implied"),
+            ("after the lie, follows the truth", parted, "face"),
+        )
+    ]
+    right: list[list[np.ndarray]] = []
+    for cell in cells:
+        probe = get(estimator).make().fit(fitted.matrix(cell.site, cell.layer), fitted.target("face").values)
+        right.append([probe.predict(rows.matrix(cell.site, cell.layer)) == target.values for _, rows, target in sides])
+    about = [(groups_of(rows), sizes(rows)) for _, rows, _ in sides]
+    found = family([(each[1] - 0.5, about[1][0]) for each in right], sides=2, seed=seed)
+    lines = []
+    for cell, each in zip(cells, right, strict=True):
+        for (name, *_), (groups, size), hit in zip(sides, about, each, strict=True):
+            score = ratio_over_groups(hit[None], np.ones(len(hit)), groups, level=found.level)[0]
+            lines.append(score_line(f"{cell}: {name}", "share", score, len(hit), cell, **size))
+    tested(lines[1::3], found, null=0.5)
+    return lines
 
 
 def _own_words(lied: ProbeRows, lie_at: int) -> tuple[list[dict[str, Any]], list[str]]:
@@ -172,12 +183,13 @@ def _own_words(lied: ProbeRows, lie_at: int) -> tuple[list[dict[str, Any]], list
 
 
 def _say_text_or_truth(lines: list[dict[str, Any]], words: list[dict[str, Any]]) -> list[str]:
-    texts = [line for line in lines if line["what"].endswith("follows the text")]
+    sides = {SHOWN: "the text", INVERTED: "the truth"}
     said = []
-    for line in texts:
-        verdict = "the text" if line["low"] > 0.5 else "the truth" if line["high"] < 0.5 else "neither clearly"
-        share = percent(line["accuracy"], line["low"], line["high"])
-        said.append(f"{line['what'].split(':')[0]} follows {verdict}: {share} of rows agree with the text.")
+    for line in (line for line in lines if "verdict" in line):
+        verdict, share = of_line(line), percent(line["accuracy"], line["low"], line["high"])
+        head = SHOWN.capitalize() if verdict.outcome in sides else verdict.head
+        follows = sides.get(verdict.outcome, "one side more than the other")
+        said.append(f"{head}: {line['what'].split(':')[0]} follows {follows}: {share} of rows agree with the text.")
     said += [f"{line['what']} in {percent(line['accuracy'], line['low'], line['high'])}." for line in words]
     return said
 
@@ -214,32 +226,42 @@ def outcome_at_fork(
         raise BadRows(
             f"The outcome has probability {target.values[0]:g} at all {len(rows)} rows. Choose a position where it varies."
         )
-    groups, size = groups_of(rows), sizes(rows)
-    split, goal = by_root(rows, folds, seed), make_goal(target)
     state = (rows.target("state").values == rows.target("state").classes[0]).astype(float)
     steps = pd.get_dummies(rows.frame["step"]).to_numpy(dtype=float)
     simple = {"state alone": state[:, None], "state and steps": np.column_stack([state, steps])}
+    lines = explained(rows, target, simple, rows.cells(sites, layers), folds, seed)
+    settings = dict(position=position, folds=folds, seed=seed)
+    return Report(
+        "outcome_at_fork", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say_outcome(lines)
+    )
+
+
+def explained(
+    rows: ProbeRows, target: Target, simple: dict[str, np.ndarray], cells: Sequence[Cell], folds: int, seed: int
+) -> list[dict[str, Any]]:
+    """What every baseline and cell explains of a number, and what cells explain beyond the last baseline, with verdicts."""
+    groups, size = groups_of(rows), sizes(rows)
+    split, goal = by_root(rows, folds, seed), make_goal(target)
     total = (goal.codes - goal.codes.mean()) ** 2
+    orders = label_orders(goal, rows.roots, groups, PERMUTATIONS, seed)
     errors: dict[str, np.ndarray] = {}
     lines: list[dict[str, Any]] = []
-    cells: dict[str, Cell | None] = dict.fromkeys(simple)
-    cells |= {str(cell): cell for cell in rows.cells(sites, layers)}
-    orders = label_orders(goal, rows.roots, groups, PERMUTATIONS, seed)
-    for name, cell in cells.items():
+    for name, cell in (dict[str, Cell | None].fromkeys(simple) | {str(cell): cell for cell in cells}).items():
         X = simple[name] if cell is None else rows.matrix(cell.site, cell.layer)
         predicted = held_out("ridge", torch.from_numpy(X).double()[None], [goal], split.train, split.test).predicted[0, 0]
         errors[name] = (goal.codes - predicted) ** 2
         score = ratio_over_groups((total - errors[name])[None], total, groups, folds=folds, least=-np.inf)[0]
         p = float(refitted("ridge", torch.from_numpy(X).float()[None], goal, orders, split).p[0])
         lines.append(score_line(name, "r2", score, len(rows), cell, p=p, **size))
-    own = {name: cell for name, cell in cells.items() if cell is not None}
-    gains = np.stack([errors["state and steps"] - errors[name] for name in own]) / total.mean()
-    for (name, cell), gain in zip(own.items(), means_over_groups(gains, groups, seed=seed, folds=folds), strict=True):
-        lines.append(score_line(f"{name} minus state and steps", "difference of r2", gain, len(rows), cell, **size))
-    settings = dict(position=position, folds=folds, seed=seed)
-    return Report(
-        "outcome_at_fork", lines, about_rows(rows), settings, [chosen.note] if chosen.note else [], _say_outcome(lines)
-    )
+    known = list(simple)[-1]
+    gains = np.stack([errors[known] - errors[str(cell)] for cell in cells]) / total.mean()
+    found = family([(gains, groups)], folds=folds, seed=seed)
+    more = []
+    for cell, each in zip(cells, gains, strict=True):
+        gain = difference_over_groups(each, groups, folds=folds, bounded=False, level=found.level)
+        more.append(score_line(f"{cell} minus {known}", "difference of r2", gain, len(rows), cell, **size))
+    tested(more, found)
+    return lines + more
 
 
 def outcome_target(every: ProbeRows, position: str) -> Target:
@@ -261,10 +283,10 @@ def _say_outcome(lines: list[dict[str, Any]]) -> list[str]:
     scores = [line for line in lines if line["metric"] == "r2"]
     said = [f"{line['what']}: r2 {line['accuracy']:.3f} [{line['low']:.3f}, {line['high']:.3f}]." for line in scores]
     gains = [line for line in lines if line["metric"] != "r2"]
-    best = max(gains, key=lambda line: line["low"])
-    verdict = "Shown" if best["low"] > 0 else "Not shown"
-    more = f"{best['accuracy']:+.3f} [{best['low']:+.3f}, {best['high']:+.3f}]"
-    return [*said, f"{verdict}: rows explain more than state and number of steps side by side; best {best['what']}: {more}."]
+    best = min(gains, key=lambda line: (line["p_family"], -line["accuracy"]))
+    more = f"{best['accuracy']:+.3f} [{best['low']:+.3f}, {best['high']:+.3f}], {p_over(best, len(gains))}"
+    what = f"rows explain more than state and number of steps side by side; best {best['what']}: {more}"
+    return [*said, f"{of_line(best)}: {what}."]
 
 
 # ---- viable branch ---------------------------------------------------------------------------------------------------
@@ -273,7 +295,7 @@ def _say_outcome(lines: list[dict[str, Any]]) -> list[str]:
 CLAIM = "wrong answers, the model's own claim"
 MIN_GROUPS = 5
 """of wrong answers, for a verdict"""
-TOKEN = ", by the answer's token"
+TOKEN, MINUS_TOKEN = ", by the answer's token", ", probe minus token"
 
 
 def viable_branch(
@@ -298,14 +320,19 @@ def viable_branch(
     """
     rows = ProbeRows.of(given).accepted()
     truth, claim = rows.about.make_task().claims
-    lines: list[dict[str, Any]] = []
     notes: list[str] = []
+    asked: list[_Asked] = []
     for position in positions:
         here = rows.at(position)
         scene = _scene(here.where(here.target(truth).present), truth, claim, position, folds, seed)
         notes += scene.notes
         for cell in scene.rows.cells(sites, layers):
-            lines += scene.read(cell, estimator)
+            asked += scene.read(cell, estimator)
+    decided = [gain for each in asked if (gain := each.gain) is not None]
+    found = family(decided, seed=seed) if decided else None
+    lines = [each.line(LEVEL if found is None else found.level) for each in asked]
+    if found is not None:
+        _judge([line for line, each in zip(lines, asked, strict=True) if each.gain is not None], found)
     settings = dict(positions=list(positions), estimator=estimator, folds=folds, seed=seed, label=truth)
     return Report("viable_branch", lines, about_rows(rows), settings, notes, _say_viable(lines))
 
@@ -326,36 +353,84 @@ class _Scene:
     """[rows]: the class that the row's token and claim tell; None before the answer"""
     notes: list[str]
 
-    def read(self, cell: Cell, estimator: str) -> list[dict[str, Any]]:
-        """The lines of one cell."""
+    def read(self, cell: Cell, estimator: str) -> "list[_Asked]":
+        """What is asked of one cell."""
         x = torch.from_numpy(self.rows.matrix(cell.site, cell.layer)).double()[None]
         held = held_out(estimator, x, [self.goal], self.split.train, self.split.test, groups=groups_of(self.rows))
         said = held.predicted[0, 0].astype(int)
         wrong, codes = ~self.right, self.goal.codes
-        lines = [
-            self._line(cell, "right answers", said, codes, self.right),
-            self._line(cell, "wrong answers", said, codes, wrong),
-        ]
+        asked = [_Asked(self, cell, "right answers", said, codes, self.right)]
         sides = [("wrong answers", codes, wrong)]
         if (known := wrong & (self.claimed >= 0)).any():
             sides.append((CLAIM, self.claimed, known))
-            lines.append(self._line(cell, CLAIM, said, self.claimed, known))
-        if self.by_token is not None:
-            for name, wanted, side in sides:
-                lines.append(self._line(cell, name + TOKEN, self.by_token, wanted, side))
-                gain = ((said == wanted).astype(float) - (self.by_token == wanted))[side]
-                more = difference_over_groups(gain, groups_of(self.rows)[side], folds=len(self.split))
-                lines.append(self._place(cell, f"{name}, probe minus token", "difference", more, side))
-        return lines
+        asked += [_Asked(self, cell, name, said, wanted, side, decides=True) for name, wanted, side in sides]
+        for name, wanted, side in sides if self.by_token is not None else ():
+            asked.append(_Asked(self, cell, name + TOKEN, self.by_token, wanted, side))
+            asked.append(_Asked(self, cell, name + MINUS_TOKEN, said, wanted, side, decides=True, beside=self.by_token))
+        return asked
 
-    def _line(self, cell: Cell, name: str, said: np.ndarray, wanted: np.ndarray, side: np.ndarray) -> dict[str, Any]:
-        hit, groups = (said == wanted)[side], groups_of(self.rows)[side]
-        score = balanced_accuracy(hit, wanted[side], groups, folds=len(self.split))
-        return self._place(cell, name, "balanced accuracy", score, side, chance=1 / len(np.unique(wanted[side])))
 
-    def _place(self, cell: Cell, name: str, metric: str, score: Any, side: np.ndarray, **more: Any) -> dict[str, Any]:
-        size: dict[str, Any] = dict(position=self.position, **sizes(self.rows, side), **more)
-        return score_line(f"{cell} at {self.position}: {name}", metric, score, int(side.sum()), cell, **size)
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """How often a class is said that is wanted, on the rows of a side: balanced accuracy, or its lead over another answer."""
+
+    scene: _Scene
+    cell: Cell
+    name: str
+    said: np.ndarray | None
+    wanted: np.ndarray
+    side: np.ndarray
+    decides: bool = False
+    """whether it is one of the tests of the call"""
+    beside: np.ndarray | None = None
+    """[rows]: the other answer"""
+
+    @property
+    def groups(self) -> np.ndarray:
+        return np.asarray(groups_of(self.scene.rows)[self.side])
+
+    @property
+    def chance(self) -> float:
+        return float(1 / len(np.unique(self.wanted[self.side])))
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """[rows of the side], whose mean is the score."""
+        hit, wanted = (self.said == self.wanted)[self.side], self.wanted[self.side]
+        if self.beside is not None:
+            return np.asarray(hit.astype(float) - (self.beside == self.wanted)[self.side])
+        said = np.where(hit, wanted, -1)[None]
+        return np.asarray(contributions("balanced_accuracy", said, np.empty(0), wanted)[0])
+
+    @cached_property
+    def gain(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """What is tested; None if nothing is, or too few rows could tell anything: an accuracy of one class is 0 or 1 by the
+        probe's bias alone."""
+        if not self.decides or self.chance == 1 or len(np.unique(self.groups)) < MIN_GROUPS:
+            return None
+        return self.values - (self.chance if self.beside is None else 0.0), self.groups
+
+    def line(self, level: float) -> dict[str, Any]:
+        folds, metric, more = len(self.scene.split), "balanced accuracy", {"chance": self.chance}
+        if self.beside is None:
+            hit = (self.said == self.wanted)[self.side]
+            score = balanced_accuracy(hit, self.wanted[self.side], self.groups, folds=folds, level=level)
+        else:
+            metric, more = "difference", {}
+            score = difference_over_groups(self.values, self.groups, folds=folds, level=level)
+        more |= dict(position=self.scene.position, **sizes(self.scene.rows, self.side))
+        what = f"{self.cell} at {self.scene.position}: {self.name}"
+        return score_line(what, metric, score, int(self.side.sum()), self.cell, **more)
+
+
+def _judge(lines: list[dict[str, Any]], found: Family) -> None:
+    """Mutates the lines: adds verdicts. What the answer's token tells as well is not shown by the probe."""
+    tested(lines, found)
+    named = {line["what"]: line for line in lines}
+    for line in lines:
+        beside = named.get(f"{line['what']}{MINUS_TOKEN}")
+        if beside is not None and line["verdict"] == SHOWN and beside["verdict"] != SHOWN:
+            line |= of_line(beside).columns | {"decided_by": "token"}
 
 
 def _scene(here: ProbeRows, truth: str, claim: str, position: str, folds: int, seed: int) -> _Scene:
@@ -417,29 +492,17 @@ def _sentence(place: str, named: dict[str, dict[str, Any]]) -> str:
     scores = f"{_percent(right)} on right answers, {_percent(wrong)} on wrong ones (chance {100 * wrong['chance']:.1f} %)"
     if claim is not None:
         scores += f", where {_percent(claim)} agree with the model's own claim"
-    if not _enough(wrong):
+    if "verdict" not in wrong:
         few = f"{wrong['groups']} groups and {(count := round(1 / wrong['chance']))} class{'es' if count > 1 else ''}"
         return f"{place}: {scores}: No verdict: wrong answers of {few}, where {MIN_GROUPS} groups and 2 classes are needed."
-    claim = claim if claim is not None and _enough(claim) else None
-    tokens = [named.get(f"{name}, probe minus token") for name in ("wrong answers", CLAIM)]
-    reads = [line is not None and line["low"] > line["chance"] for line in (wrong, claim)]
-    more = [read and (token is None or token["low"] > 0) for read, token in zip(reads, tokens, strict=True)]
-    if any(token is not None for token in tokens):
+    if any(name.endswith(TOKEN) for name in named):
         scores += "; the position contains the answer"
-    if more[0]:
-        verdict = "the truth is still readable" + (", and so is the wrong branch" if more[1] else "")
-    elif more[1]:
-        verdict = "the wrong branch is held instead"
-    elif any(reads):
-        verdict = "no more than the answer's token tells"
-    else:
-        verdict = "the truth is not readable" if claim is None else "neither the truth nor the wrong branch is readable"
-    return f"{place}: {scores}: {verdict}."
-
-
-def _enough(line: dict[str, Any]) -> bool:
-    """Whether a score can tell anything: an accuracy of one class is 0 or 1 by the probe's bias alone."""
-    return bool(line["groups"] >= MIN_GROUPS and line["chance"] < 1)
+    said = []
+    for line, what in (wrong, "the truth is still readable"), (claim, "the wrong branch is held"):
+        if line is not None and "verdict" in line:
+            more = ", no more than the answer's token tells" if line["decided_by"] == "token" else ""
+            said.append(f"{of_line(line)}: {what}{more}.")
+    return f"{place}: {scores}. {' '.join(said)}"
 
 
 def _percent(line: dict[str, Any]) -> str:

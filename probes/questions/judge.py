@@ -15,12 +15,14 @@ from replaylens.probes.checks import folds_and_seed
 from replaylens.probes.controls import Goal, make_goal
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.groups import groups_of, independent
+from replaylens.probes.intervals import contributions
 from replaylens.probes.positions import row_paths
 from replaylens.probes.questions.forced import sizes
 from replaylens.probes.report import Report, about_rows, score_line
 from replaylens.probes.rows import ProbeRows, make_target
 from replaylens.probes.solvers import one_hot, solve
 from replaylens.probes.splits import Split, by_root
+from replaylens.probes.verdicts import family, of_line, p_over, tested
 from replaylens.replay.run import Run
 
 BASELINES = ("kl", "entropy", "logprob")
@@ -119,9 +121,14 @@ def _lines(scores: dict[str, np.ndarray], good: np.ndarray, rows: ProbeRows, spl
     }
     lines = [score_line(name, "auc", each, count, **size) for name, each in found.items()]
     joint = [name for name in scores if name.endswith("and the three")]
+    every = np.stack([scores[FOUR], *(scores[name] for name in joint)])[..., None]
+    parts = contributions("auroc", np.empty(0), every, good.astype(int), fold)
+    tests = family([(parts[1:] - parts[0], groups)], folds=folds, seed=seed)
     gains = area_gains([scores[name] for name in joint], scores[FOUR], good, groups, strata=fold, folds=folds, seed=seed)
+    first = len(lines)
     for name, gain in zip(joint, gains, strict=True):
         lines.append(score_line(f"{name}{MINUS}", "difference of auc", gain, count, **size))
+    tested(lines[first:], tests)
     return lines
 
 
@@ -131,7 +138,8 @@ def _say(lines: list[dict[str, Any]], good: np.ndarray, rows: ProbeRows) -> list
         f"{len(good)} draft tokens, {good.mean():.1%} good; of {rejected.sum()} rejected ones {good[rejected].mean():.1%} good."
     ]
     said += [f"{line['what']}: {line['accuracy']:.3f} [{line['low']:.3f}, {line['high']:.3f}]." for line in lines]
-    best = max((line for line in lines if line["what"].endswith(MINUS)), key=lambda line: line["low"])
-    verdict = "Shown" if best["low"] > 0 else "Not shown"
-    where = best["what"].removesuffix(MINUS)
-    return [*said, f"{verdict}: a linear judge knows more than divergence, entropy, log-probability and token ({where})."]
+    gains = [line for line in lines if line["what"].endswith(MINUS)]
+    best = min(gains, key=lambda line: (line["p_family"], -line["accuracy"]))
+    where = f"{best['what'].removesuffix(MINUS)}, {p_over(best, len(gains))}"
+    what = "a linear judge knows more than divergence, entropy, log-probability and token"
+    return [*said, f"{of_line(best)}: {what} ({where})."]

@@ -26,12 +26,23 @@ from replaylens.probes.controls import (
 from replaylens.probes.errors import BadRows, ProbeError
 from replaylens.probes.groups import groups_of, histories, independent, why_no_histories
 from replaylens.probes.heldout import held_out
-from replaylens.probes.intervals import difference_over_groups, means_over_groups, ratio_over_groups
+from replaylens.probes.intervals import contributions, difference_over_groups, ratio_over_groups
 from replaylens.probes.permutations import group_permutations
 from replaylens.probes.questions.forced import sizes
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import Split, fold_of_groups
+from replaylens.probes.verdicts import (
+    ERROR,
+    INVERTED,
+    SHOWN,
+    Verdict,
+    error_of,
+    family,
+    of_line,
+    p_over,
+    with_controls,
+)
 from replaylens.replay.run import Run
 
 # ---- transfer --------------------------------------------------------------------------------------------------------
@@ -114,7 +125,9 @@ def transfer(
         lines.append(score_line(f"{cell}: leakage", "difference", leaked, int((~accepted).sum()), cell, **size))
         other = None if blank is None else replace(rows, source=blank.source).matrix(cell.site, cell.layer)
         held.add(x, said["accepted", "rejected"], other)
-    lines += _gain_lines(held.gains, cells, "accepted to rejected", rows, groups, ~accepted, seed, folds)
+    score = {cell: next(line for line in lines if line["what"] == f"{cell}: accepted to rejected") for cell in cells}
+    chance = np.stack([values[~accepted] - _guess(goal, ~accepted) for values in held.right])
+    lines += _judged(list(score.values()), held.gains, chance, cells, "accepted to rejected", groups[~accepted], seed, folds)
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report("transfer", lines, about_rows(rows), settings, notes, _say(lines, label))
 
@@ -135,6 +148,8 @@ class _Controls:
         self._goal, self._groups, self._masks, self._estimator, self._tested = goal, groups, masks, estimator, ~accepted
         self.gains: dict[str, list[np.ndarray]] = {}
         """control -> [rejected rows] of each cell"""
+        self.right: list[np.ndarray] = []
+        """[rows] of each cell: whether it is read correctly"""
         self.notes: list[str] = []
         tokens = rows.frame["token"].to_numpy()
         self.of_text = {TOKEN: token_identity(goal.codes, tokens, *masks) == goal.codes}
@@ -163,20 +178,46 @@ class _Controls:
         if untrained is not None:
             blank = torch.from_numpy(untrained).double()[None]
             found[UNTRAINED] = _right(self._estimator, blank, self._goal, self._groups, *self._masks)
+        self.right.append(right.astype(float))
         for name, each in found.items():
             self.gains.setdefault(name, []).append((right.astype(float) - each)[self._tested])
 
 
-def _gain_lines(
-    gains: dict[str, list[np.ndarray]], cells: Sequence[Cell], way: str, rows: ProbeRows, groups: np.ndarray,
-    tested: np.ndarray, seed: int, folds: int,
+CHANCE = "chance"
+
+
+def _guess(goal: Goal, tested: np.ndarray) -> np.ndarray:
+    """[tested rows]: whether the most frequent class of the tested rows is right."""
+    codes = goal.codes[tested]
+    return np.asarray(codes == np.bincount(codes).argmax(), dtype=float)
+
+
+def _judged(
+    scores: list[dict[str, Any]], gains: dict[str, list[np.ndarray]], chance: np.ndarray, cells: Sequence[Cell], way: str,
+    groups: np.ndarray, seed: int, folds: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What each cell has above each control, with intervals that hold for all cells jointly."""
-    lines = []
-    for name, each in gains.items():
-        for cell, gain in zip(cells, means_over_groups(np.stack(each), groups[tested], seed=seed, folds=folds), strict=True):
-            size: dict[str, Any] = dict(majority=None, **sizes(rows, tested))
-            lines.append(score_line(f"{cell}: {way} minus {name}", "difference", gain, int(tested.sum()), cell, **size))
+    """What each cell has above each control, with intervals that hold for all cells jointly. Mutates the scores of the cells:
+    adds the verdict, for which a cell has to be above chance and above every control.
+
+    chance  [cells, rows]: what each row has above chance
+    """
+    lines, against = [], [list[tuple[float, float, float, float, str]]() for _ in cells]
+    for name, each in [(CHANCE, list(chance)), *gains.items()]:
+        found = family([(np.stack(each), groups)], folds=folds, seed=seed)
+        for i, (cell, gain) in enumerate(zip(cells, each, strict=True)):
+            lead = difference_over_groups(gain, groups, folds=folds, level=found.level)
+            error = error_of(lead, len(np.unique(groups)))
+            against[i].append((float(found.p[i]), lead.value, lead.high, error, name))
+            size: dict[str, Any] = {"roots": scores[i]["roots"], "groups": scores[i]["groups"], "p_family": float(found.p[i])}
+            if name != CHANCE:
+                what = f"{cell}: {way} minus {name}"
+                lines.append(score_line(what, "difference", lead, len(gain), cell, majority=None, **size))
+    opposite = family([(chance, groups)], folds=folds, sides=2, seed=seed).inverted
+    for score, each, p in zip(scores, against, opposite, strict=True):
+        verdict = with_controls(each, float(score["groups"]), len(cells))
+        if verdict.outcome != SHOWN and p <= ERROR:
+            verdict = Verdict(INVERTED, verdict.bound, None, CHANCE)
+        score |= {"p_family": max(one[0] for one in each), **verdict.columns}
     return lines
 
 
@@ -210,38 +251,34 @@ def _line(
 
 
 def _say(lines: list[dict[str, Any]], label: str) -> list[str]:
-    """The lines of the cell with the largest lead over its controls, and the verdict."""
+    """The lines of the best cell, and the verdict."""
     named, way = {line["what"]: line for line in lines}, "accepted to rejected"
-    best, lead = _leading(named, way)
+    best = _leading(lines)
+    cell = best["what"].removesuffix(f": {way}")
     said = []
     for line in lines:
-        if line["what"].split(": ")[0] not in (best, *ALL_CONTROLS) or " minus " in line["what"]:
+        if line["what"].split(": ")[0] not in (cell, *ALL_CONTROLS) or " minus " in line["what"]:
             continue
         extra = "" if line["majority"] is None else f", majority {100 * line['majority']:.1f} %, {line['rows']} rows"
         said.append(f"{line['what']}: {percent(line['accuracy'], line['low'], line['high'])}{extra}.")
-    for name in (name for name in ALL_CONTROLS if f"{best}: {way} minus {name}" in named):
-        gain = named[f"{best}: {way} minus {name}"]
-        said.append(f"{best}: above {name} by {percent(gain['accuracy'], gain['low'], gain['high'])}.")
-    score, known = named[f"{best}: {way}"], [name for name in ALL_CONTROLS if f"{best}: {way} minus {name}" in named]
+    known = [name for name in ALL_CONTROLS if f"{cell}: {way} minus {name}" in named]
+    for name in known:
+        gain = named[f"{cell}: {way} minus {name}"]
+        said.append(f"{cell}: above {name} by {percent(gain['accuracy'], gain['low'], gain['high'])}.")
     missing = [name for name in ALL_CONTROLS if name not in known]
     against = f"{len(known)} of {len(ALL_CONTROLS)} controls" + (f" (without: {', '.join(missing)})" if missing else "")
-    verdict = "Shown" if lead > 0 and score["low"] > score["majority"] else "Not shown"
-    closest = min(known, key=lambda name: float(named[f"{best}: {way} minus {name}"]["low"]))
-    if verdict == "Not shown":
-        against += f"; decided by {closest if lead <= 0 else 'the majority'}"
-    what = f"a probe of {label!r} fitted on accepted rows reads rejected ones, best at {best}"
-    return [*said, f"{verdict}: {what}, against {against}."]
+    verdict = of_line(best)
+    if verdict.outcome != SHOWN:
+        against += f"; decided by {verdict.decided_by}"
+    what = f"a probe of {label!r} fitted on accepted rows reads rejected ones, best at {cell}"
+    return [*said, f"{verdict}: {what}, against {against}, {p_over(best, sum('verdict' in line for line in lines))}."]
 
 
-def _leading(named: dict[str, dict[str, Any]], way: str) -> tuple[str, float]:
-    """(the cell with the largest lead, its lead): the lowest end of the intervals of its differences to controls."""
-    gains: dict[str, list[float]] = {}
-    for what, line in named.items():
-        cell, minus, _ = what.partition(f": {way} minus ")
-        if minus:
-            gains.setdefault(cell, []).append(line["low"])
-    best = max(gains, key=lambda cell: min(gains[cell]))
-    return best, min(gains[best])
+def _leading(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The line of the best cell: one that is shown if any is, then inverted, then with the smallest p."""
+    rank = {SHOWN: 0, INVERTED: 1}
+    every = [line for line in lines if "verdict" in line]
+    return min(every, key=lambda line: (rank.get(line["verdict"], 2), line["p_family"], -line["accuracy"]))
 
 
 # ---- across ----------------------------------------------------------------------------------------------------------
@@ -285,18 +322,22 @@ def transfer_across(
         lines.append(_line_across(f"{TOKEN}, {fit_on} to {test_on}", None, here, goal, token, tested, folds))
     else:
         notes.append(f"Skipped the control {TOKEN!r}: these rows have no tokens.")
-    cells = here.cells(sites, layers)
+    cells, chance = here.cells(sites, layers), list[np.ndarray]()
     for cell in cells:
         x = torch.from_numpy(here.matrix(cell.site, cell.layer)).double()[None]
         for (a, b), split in splits.items():
             right, own = _right_across(estimator, x, [goal], split, groups)[0], part == b
             lines.append(_line_across(f"{cell}: {a} to {b}", cell, here, goal, right, own, folds))
             if (a, b) == (fit_on, test_on):
+                codes = goal.codes[own]
+                said = np.where(right[own], codes, -1)[None]
+                chance.append(contributions("balanced_accuracy", said, np.empty(0), codes)[0] - 1 / len(np.unique(codes)))
                 mixed = _right_across(estimator, x, _shuffled(goal, groups, tested, seed), split, groups).mean(0)
                 gains[SHUFFLED].append((right - mixed)[tested])
                 if here.has_tokens:
                     gains[TOKEN].append((right.astype(float) - token)[tested])
-    lines += _gain_lines(gains, cells, f"{fit_on} to {test_on}", here, groups, tested, seed, folds)
+    score = [next(line for line in lines if line["what"] == f"{cell}: {fit_on} to {test_on}") for cell in cells]
+    lines += _judged(score, gains, np.stack(chance), cells, f"{fit_on} to {test_on}", groups[tested], seed, folds)
     settings = dict(label=label, fit_on=fit_on, test_on=test_on, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report(
         "transfer_across", lines, about_rows(here), settings, notes, _say_across(lines, f"{fit_on} to {test_on}", label)
@@ -352,13 +393,13 @@ def _line_across(
 
 
 def _say_across(lines: list[dict[str, Any]], way: str, label: str) -> list[str]:
-    named = {line["what"]: line for line in lines}
-    best, lead = _leading(named, way)
+    best = _leading(lines)
+    cell = best["what"].removesuffix(f": {way}")
     said = [
-        f"{what}: {percent(line['accuracy'], line['low'], line['high'])}."
-        for what, line in named.items()
-        if what.startswith((f"{best}: ", "token alone"))
+        f"{line['what']}: {percent(line['accuracy'], line['low'], line['high'])}."
+        for line in lines
+        if line["what"].startswith((f"{cell}: ", "token alone"))
     ]
-    score = named[f"{best}: {way}"]
-    verdict = "Shown" if lead > 0 and score["low"] > score["chance"] else "Not shown"
-    return [*said, f"{verdict}: a probe of {label!r} reads {way}, best at {best} (chance {100 * score['chance']:.1f} %)."]
+    what = f"a probe of {label!r} reads {way}, best at {cell} (chance {100 * best['chance']:.1f} %)"
+    decided = "" if best["verdict"] == SHOWN else f", decided by {best['decided_by']}"
+    return [*said, f"{of_line(best)}: {what}{decided}, {p_over(best, sum('verdict' in line for line in lines))}."]

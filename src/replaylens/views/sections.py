@@ -12,7 +12,8 @@ from replaylens import tasks
 from replaylens.engine.errors import BadRequest, InternalError
 from replaylens.engine.request.values import as_list
 from replaylens.engine.request.values import short_repr as in_words
-from replaylens.probes.report import CONTROLS, Report, best_of, shown
+from replaylens.probes.report import CONTROLS, Report
+from replaylens.probes.verdicts import BELOW, SHOWN, UNDECIDED, best_of, verdict_of, verdicts
 from replaylens.views import draw
 from replaylens.views import maps as heatmap
 from replaylens.views.examples import DumpedExample
@@ -63,10 +64,14 @@ def better(one: DumpedExample | None, other: DumpedExample) -> DumpedExample:
     return other if one is None or (tells and not (one.num_rejected > 0 and one.correct is not False)) else one
 
 
+VERDICTS = ("Shown", "Undecided", "Inverted", "Readable, ", "Not shown:")
+"""how findings with a verdict begin; the last two, those of earlier versions"""
+
+
 def _headlines(report: Report) -> list[str]:
     """A report's first finding; of a sweep, one for each label; of a transfer, accepted to rejected rows with its verdict."""
     lines = [line for line in report.summary() if not line.startswith(" ")]
-    told = [line for line in lines if line.startswith(("Shown:", "Readable, ", "Not shown:"))]
+    told = [line for line in lines if line.startswith(tuple(VERDICTS))]
     if report.kind == "transfer" and (best := _accepted_to_rejected(report)):
         score = next(line for line in lines if line.startswith(f"{best['what']}: "))
         return [f"transfer, accepted → rejected: {told[0]} {score}"]
@@ -87,6 +92,8 @@ GLOSSARY = {
     "Z": "logit lens: the next token that a layer would predict, read through the model's last layer",
     "control task": "control: a random label for each kind of text; a probe that learns it, too, has learned the texts",
     "shown": "verdict: significant over the whole grid, and above every control",
+    "below": "verdict: the effect is shown to be smaller than what would count",
+    "undecided": "verdict: neither shown nor shown to be small; more independent texts would tell",
 }
 """words of the page -> what they mean: a name, then a sentence"""
 
@@ -107,15 +114,18 @@ def finding(report: Report) -> str:
     return _swept(report) if report.kind == "sweep" else _transferred(report) if report.kind == "transfer" else ""
 
 
+_READ = {SHOWN: "can be read", BELOW: "is shown to be hardly readable", UNDECIDED: "may or may not be readable"}
+
+
 def _swept(report: Report) -> str:
-    cell = max(_best(report), key=lambda each: (each["shown"], each["accuracy"]), default=None)
+    cell = max(_best(report), key=lambda each: (each["verdict"] == SHOWN, each["accuracy"]), default=None)
     if cell is None:
         return ""
     task, subject = report.source.get("task"), f"The label {cell['label']!r}"
     before = cell["position"] in BEFORE
     if task in tasks.names() and cell["label"] == tasks.get(task).state_label:
         subject = f"The model's {'next ' * before}answer"
-    read = "can be read" if cell["shown"] else "is not shown to be readable"
+    read = _READ[cell["verdict"]] if cell["verdict"] in _READ else "is not shown to be readable"
     scored = "is right in {:.0%} of cases" if cell["metric"] == "accuracy" else f"scores {{:.2f}} ({cell['metric']})"
     known = [
         (float(cell[name]), name.replace("_", " ").replace("untrained", "an untrained model"))
@@ -133,7 +143,7 @@ def _transferred(report: Report) -> str:
     best = _accepted_to_rejected(report)
     if best is None:
         return ""
-    shown = any(line.startswith("Shown:") for line in report.summary())
+    shown = any(line.startswith("Shown:") for line in report.summary())  # "Shown to be below" is none
     read = "can be read as well" if shown else "are not shown to be readable"
     text = [line["accuracy"] for line in report.lines if line["what"].endswith(_WAY) and line.get("site") is None]
     against = f". A guess from tokens or position is right in {max(text):.0%}" if text else ""
@@ -166,7 +176,7 @@ def _best(report: Report) -> Iterable[dict[str, Any]]:
     if table.empty or "p_family" not in table:
         return
     main = table[~table["known_zero"].astype(bool)].copy()
-    main["shown"] = shown(main)
+    main["verdict"] = verdicts(main)
     for _, part in main.groupby(["label", "estimator", "position"], sort=False):
         if part["accuracy"].notna().any():
             yield dict(best_of(part))
@@ -174,7 +184,7 @@ def _best(report: Report) -> Iterable[dict[str, Any]]:
 
 def _opening_table(cells: Sequence[Mapping[str, Any]]) -> Markup:
     controls = [name for name in CONTROLS if any(_known(cell.get(name)) for cell in cells)]
-    names = ["label", "position", "probe", "best at", "score, 95 %", *(name.replace("_", " ") for name in controls), "shown"]
+    names = ["label", "position", "probe", "best at", "score, 95 %", *(name.replace("_", " ") for name in controls), "verdict"]
     head = tag("tr", *(tag("th", word(name)) for name in names))
     caption = tag("p", "The best cells, next to every control that was run:", class_="rl-quiet")
     body = (tag("tr", *(tag("td", value) for value in _line(cell, controls))) for cell in cells)
@@ -184,8 +194,8 @@ def _opening_table(cells: Sequence[Mapping[str, Any]]) -> Markup:
 def _line(cell: Mapping[str, Any], controls: Sequence[str]) -> list[str]:
     score = f"{cell['metric']} {cell['accuracy']:.3f} [{cell['low']:.3f}, {cell['high']:.3f}]"
     against = [f"{cell[name]:.3f}" if _known(cell.get(name)) else "" for name in controls]
-    shown_as = "yes" if cell["shown"] else "no"
-    return [cell["label"], str(cell["position"]), cell["estimator"], _where(cell), score, *against, shown_as]
+    verdict = word(str(verdict_of(cell) or ""))
+    return [cell["label"], str(cell["position"]), cell["estimator"], _where(cell), score, *against, verdict]
 
 
 def _where(cell: Mapping[str, Any]) -> str:
@@ -233,18 +243,21 @@ def _points(lines: Iterable[str]) -> list[str]:
 
 
 def _sweep(table: "pd.DataFrame") -> Markup:
-    """One heatmap per label, estimator and site; framed cells are "shown" in the sense of the report."""
+    """One heatmap per label, estimator and site; framed cells are shown, a question mark is undecided, as the report says."""
     main = table[~table["known_zero"].astype(bool)].copy()
     if main.empty:
         return tag("p", "No lines.", class_="rl-quiet")
-    main["shown"] = shown(main)
+    main["verdict"] = verdicts(main)
     made = []
     for (label, estimator), part in main.groupby(["label", "estimator"], sort=False):
         low, high = span([*part["accuracy"].astype(float), *_controls(part)])
         maps = [_map(str(site), own, low, max(high, 1.0)) for site, own in part.groupby("site", sort=False)]
         head = tag("h4", f"{label} ({estimator}, {part['metric'].iloc[0]})")
         made.append(join([head, tag("div", *map(heatmap.draw, maps), class_="rl-beside")]))
-    note = "Framed: significant over the whole grid, with an interval above every control. Below the line: the controls."
+    note = (
+        "Framed: shown, significant over the whole grid and above every control; a question mark: undecided. Below the line: "
+    )
+    note += "the controls."
     return join([*made, tag("p", note, class_="rl-quiet")])
 
 
@@ -281,8 +294,9 @@ def _cell(line: Mapping[str, Any] | None) -> HeatmapCell | None:
         value = line.get(name)
         if value is not None and value == value:
             facts.append(f"{name.replace('_', ' ')}\t{value:.4g}")
-    small = f"{line['low']:.2f}–{line['high']:.2f}"
-    return HeatmapCell(float(line["accuracy"]), f"{line['accuracy']:.2f}", tuple(facts), bool(line["shown"]), small)
+    facts.append(f"verdict\t{verdict_of(line)}")
+    small = f"{line['low']:.2f}–{line['high']:.2f}{' ?' * (line['verdict'] == UNDECIDED)}"
+    return HeatmapCell(float(line["accuracy"]), f"{line['accuracy']:.2f}", tuple(facts), line["verdict"] == SHOWN, small)
 
 
 def _control(name: str, value: float) -> HeatmapCell | None:

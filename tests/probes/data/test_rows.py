@@ -38,10 +38,10 @@ from replaylens.probes.heldout import held_out, score
 from replaylens.probes.permutations import Null, why_no_exchange
 from replaylens.probes.probe import fit_probe
 from replaylens.probes.questions.forced import viable_branch
-from replaylens.probes.report import shown
 from replaylens.probes.rows import MAX_CLASSES, ProbeRows, make_target, with_features
 from replaylens.probes.splits import Split
 from replaylens.probes.sweeps import sweep
+from replaylens.probes.verdicts import shown
 from replaylens.tasks.errors import TaskError
 from replaylens.views.report import ReportPage
 from replaylens.weights import loading

@@ -13,8 +13,8 @@ from replaylens.probes.intervals import (
     contributions,
     cross_validation,
     group_weights,
-    lower_bounds,
     means_over_groups,
+    one_sided_bounds,
 )
 from tests.probes.synthetic import rows_of
 
@@ -124,7 +124,8 @@ def test_intervals_of_several_cells_by_their_definition(folds: int) -> None:
     extra = np.array([0.0, 0.3, 0.0, 0.1])
     above = ((means - values.mean(1)) / spread).max(1)
     one_sided = np.quantile(above, 0.9) * stats.t.ppf(0.9, count - 1) / stats.norm.ppf(0.9)
-    value, low = lower_bounds(values, groups, level=0.9, seed=7, folds=folds, extra=extra)
+    found = one_sided_bounds(values, groups, level=0.9, seed=7, folds=folds, extra=extra)
+    value, low = found.value, found.low
     assert value == pytest.approx(values.mean(1))
     assert low == pytest.approx(values.mean(1) - one_sided * np.sqrt((widened * errors) ** 2 + extra))
     shown = (widened**2 - 1) * errors**2

@@ -34,7 +34,7 @@ from replaylens.probes.errors import BadFile, BadRows, MissingLabel, PlanMismatc
 from replaylens.probes.heldout import held_out, residualised
 from replaylens.probes.probe import cross_validate
 from replaylens.probes.questions.forced import outcome_at_fork
-from replaylens.probes.report import Report, summarise, verdict_of
+from replaylens.probes.report import Report, summarise
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import by_length, by_root
 from replaylens.probes.sweeps import complexity_curve, sweep
