@@ -15,8 +15,11 @@ from torch import Tensor
 
 from replaylens.kernels.cpu import require, require_integers, require_rows, vector
 from replaylens.kernels.portable import (
+    KEYS,
+    PANEL,
     STRIP,
     STRIP_ROWS,
+    VECTOR,
     arguments,
     as_float,
     compiled,
@@ -25,11 +28,13 @@ from replaylens.kernels.portable import (
     fma,
     height,
     integers,
-    pack_rows,
+    score,
     shorts,
     strip,
     tanh,
     task,
+    turn,
+    weigh,
     words,
 )
 from replaylens.kernels.threads import bits, divided, threads_for
@@ -41,8 +46,9 @@ _PAIRS = 192
 _NONE, _ZERO = np.float32(-np.inf), np.float32(0.0)
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------
-# Some pairs over one block of keys. Pairs lie one after another: scores [pairs, KV_BLOCK], sums of weights [pairs, _SUMS], sums
-# of values [pairs, padded].
+# Some pairs over one block of keys. A panel of pairs lies in vectors: scores [KV_BLOCK, PANEL]. So do all pairs' queries
+# [width, lanes], maxima [lanes] and sums of weights [_SUMS, lanes], with room for a panel from any pair on: a lane that is not
+# a panel's own sees no key, which changes nothing of the pair it belongs to. Sums of values: [pairs, padded].
 
 
 @compiled("void(intp,intp,float32)", within=True)
@@ -52,106 +58,65 @@ def _fill(target, count, value):
         out[i] = value
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp)", within=True)
-def _turn_keys(keys, pages, page_size, start, num, width, turned):
-    """Keys [start, start + num) of a sequence with these pages -> turned [width, KV_BLOCK]"""
-    out, own = floats(turned, width * KV_BLOCK), integers(pages, (start + num - 1) // page_size + 1)
-    for j in range(num):
-        slot = own[(start + j) // page_size] * page_size + (start + j) % page_size
-        row = floats(keys + 4 * slot * width, width)
-        for i in range(width):
-            out[i * KV_BLOCK + j] = row[i]
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def _find_keys(keys, pages, page_size, start, num, width, room, places):
+    """Where keys [start, start + num) of a sequence with these pages lie: every `KEYS` of them one after another -> places.
+
+    room  [KV_BLOCK, width] for those that do not lie so
+    """
+    own, found = integers(pages, (start + num - 1) // page_size + 1), integers(places, KV_BLOCK // KEYS)
+    for first in range(0, num, KEYS):
+        at, some = start + first, min(KEYS, num - first)
+        if some == KEYS and at % page_size + KEYS <= page_size:
+            found[first // KEYS] = keys + 4 * (own[at // page_size] * page_size + at % page_size) * width
+            continue
+        found[first // KEYS] = room + 4 * first * width
+        for j in range(some):
+            slot = own[(at + j) // page_size] * page_size + (at + j) % page_size
+            row, target = floats(keys + 4 * slot * width, width), floats(room + 4 * (first + j) * width, width)
+            for i in range(width):
+                target[i] = row[i]
+        _fill(room + 4 * (first + some) * width, (KEYS - some) * width, _ZERO)
 
 
 @compiled("void(intp,intp,intp,intp,intp)", within=True)
-def _pack_pairs(source, stride, pairs, target, columns):
-    """source [pairs, columns] in tiles: for each, its columns one after the other."""
-    done = 0
-    while done < pairs:
-        h = height(pairs - done, STRIP_ROWS)
-        pack_rows(source + 4 * done * stride, stride, h, columns, target + 4 * done * columns)
-        done += h
+def _hide(scores, lanes, num, seen, before):
+    """-inf for keys below `num` that a lane does not see: seen, before [lanes] float32, it sees keys [before, seen)"""
+    end, begin = floats(seen, lanes), floats(before, lanes)
+    for j in range(num):
+        s, at = floats(scores + 4 * j * PANEL, lanes), np.float32(j)
+        for lane in range(lanes):
+            s[lane] = _NONE if (at >= end[lane]) | (at < begin[lane]) else s[lane]
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def _multiply(pairs, packed, columns, b, ldb, out, ldo, width, begun):
-    """out [pairs, width] = (out if begun +) packed pairs [columns] times b [columns, width]; width a multiple of STRIP"""
-    done = 0
-    while done < pairs:
-        h = height(pairs - done, STRIP_ROWS)
-        for column in range(0, width, STRIP):
-            a, c = packed + 4 * done * columns, out + 4 * (done * ldo + column)
-            strip(h, a, b + 4 * column, ldb, columns, c, ldo, begun)
-        done += h
-
-
-@compiled("void(intp,intp,float32,float32,float32,intp,intp,intp)", within=True)
-def _scored(scores, seen, scale, cap, slope, start, before, hidden):
-    """Scores of one pair over a block: scaled, capped, biased; -inf for keys that the row does not see.
-
-    seen, before  the row sees keys [before, seen) of the block
-    """
-    s, edges = floats(scores, KV_BLOCK), shorts(hidden, KV_BLOCK)
-    for j in range(seen):
-        s[j] *= scale
+@compiled("void(intp,intp,float32,float32,intp,intp)", within=True)
+def _change(scores, num, scale, cap, slopes, start):
+    """Scores [num, PANEL], scaled, capped and biased by [PANEL] slopes"""
+    s, slope = floats(scores, num * PANEL), floats(slopes, PANEL)
+    for i in range(num * PANEL):
+        s[i] *= scale
     if cap > _ZERO:
-        for j in range(seen):
-            s[j] = tanh(s[j] / cap) * cap
-    if slope != _ZERO:
-        for j in range(seen):
-            s[j] = fma(slope, np.float32(start + j), s[j])
-    if hidden:
-        for j in range(seen):
-            s[j] = _NONE if edges[j] else s[j]
-    for j in range(seen, KV_BLOCK):
-        s[j] = _NONE
-    for j in range(before):
-        s[j] = _NONE
-
-
-@compiled("float32(intp,intp,float32,intp,intp,intp,intp)", within=True)
-def _weighted(scores, seen, m, sums, values, width, room):
-    """One pair: scores of a block become weights; sums and values shrink to the new maximum, which is returned.
-
-    room  for half a block: the maximum is found by halves, since one comparison after another took half of a prompt's attention
-    """
-    s, total, a = floats(scores, KV_BLOCK), floats(sums, _SUMS), floats(values, width)
-    count = (seen + STRIP - 1) // STRIP * STRIP
-    most, half = floats(room, KV_BLOCK // 2), KV_BLOCK // 2
-    for j in range(half):
-        most[j] = s[j] if s[j] > s[j + half] else s[j + half]
-    while half > 1:
-        half //= 2
-        for j in range(half):
-            most[j] = most[j] if most[j] > most[j + half] else most[j + half]
-    top = most[0] if most[0] > m else m
-    safe = _ZERO if top == _NONE else top
-    for j in range(count):
-        s[j] = exp(s[j] - safe)
-    for j in range(count, KV_BLOCK):
-        s[j] = _ZERO  # exp(-inf)
-    shrink = exp(m - safe)
-    for j in range(_SUMS):
-        total[j] = fma(total[j], shrink, s[2 * j] + s[2 * j + 1])
-    if shrink != np.float32(1.0):
-        for i in range(width):
-            a[i] *= shrink
-    return top
+        for i in range(num * PANEL):
+            s[i] = tanh(s[i] / cap) * cap
+    for j in range(num):
+        line, at = floats(scores + 4 * j * PANEL, PANEL), np.float32(start + j)
+        for lane in range(PANEL):
+            line[lane] = line[lane] if slope[lane] == _ZERO else fma(slope[lane], at, line[lane])
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def _add_values(values, pages, page_size, start, num, stride, width, weights, pairs, packed, padding, sums, padded):
-    """Add the values of keys [start, start + num), `stride` apart, times the pairs' weights to their sums.
+def _add_values(values, pages, page_size, start, num, stride, width, weights, lanes, seen, padding, sums, padded):
+    """Add the values of keys [start, start + num), `stride` apart, times weights [num, PANEL] to the sums of a panel's pairs.
 
-    packed, padding  room for the weights in tiles, and for the values if they fill no panel
+    seen     [lanes] float32: how many keys each sees
+    padding  room for the values if they fill no panel
     """
-    own, j = integers(pages, (start + num - 1) // page_size + 1), 0
+    own, ends, j = integers(pages, (start + num - 1) // page_size + 1), floats(seen, lanes), 0
     while j < num:  # values of consecutive slots together
         slot = own[(start + j) // page_size] * page_size + (start + j) % page_size
         some = min(num - j, page_size - (start + j) % page_size)
         while j + some < num and own[(start + j + some) // page_size] * page_size == slot + some:
             some += min(num - j - some, page_size)
-        _pack_pairs(weights + 4 * j, KV_BLOCK, pairs, packed, some)
         source, apart = values + 4 * slot * stride, stride
         if padded != width:
             for k in range(some):
@@ -159,7 +124,17 @@ def _add_values(values, pages, page_size, start, num, stride, width, weights, pa
                 for i in range(width):
                     room[i] = line[i]
             source, apart = padding, padded
-        _multiply(pairs, packed, some, source, apart, sums, padded, padded, 1)
+        done = 0
+        while done < lanes:
+            h, most = height(lanes - done, STRIP_ROWS), _ZERO
+            for lane in range(done, done + h):
+                most = max(most, ends[lane])
+            count = min(some, int(most) - j)
+            if count > 0:
+                for column in range(0, padded, STRIP):
+                    a, c = weights + 4 * (j * PANEL + done), sums + 4 * (done * padded + column)
+                    strip(h, a, source + 4 * column, apart, count, c, padded)
+            done += h
         j += some
 
 
@@ -190,30 +165,40 @@ def _same_pages(table, pages, one, other, first, end):
     return first < pages
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def _take_queries(q, by_row, by_head, order, rows, head, group, width, out):
-    """The queries of `group` heads, from `head` on, of the rows in this order -> [rows * group, width]"""
-    rank = integers(order, rows)
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def _take_queries(q, by_row, by_head, order, rows, head, group, width, room, out, lanes):
+    """The queries of `group` heads, from `head` on, of the rows in this order -> [width, lanes]. room: [lanes, width]"""
+    rank, pairs, whole = integers(order, rows), rows * group, width // VECTOR * VECTOR
     for r in range(rows):
         for g in range(group):
             source = floats(q + 4 * (rank[r] * by_row + (head + g) * by_head), width)
-            target = floats(out + 4 * (r * group + g) * width, width)
+            target = floats(room + 4 * (r * group + g) * width, width)
             for i in range(width):
                 target[i] = source[i]
+    for first in range(0, pairs, VECTOR):
+        for i in range(0, whole, VECTOR):
+            turn(room + 4 * (first * width + i), width, out + 4 * (i * lanes + first), lanes)
+    taken, turned = floats(room, pairs * width), floats(out, width * lanes)
+    for i in range(whole, width):
+        for pair in range(pairs):
+            turned[i * lanes + pair] = taken[pair * width + i]
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def _end_split(pairs, maxima, sums, values, state, merged, padded, sinks, group):
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def _end_split(pairs, maxima, sums, lanes, values, state, merged, padded, sinks, group):
     """Merge the pairs' splits into what they have, or their heads' sinks, if given: `values` is zero then."""
-    m, sink = floats(maxima, pairs), floats(sinks, group)
+    m, sink, total = floats(maxima, pairs), floats(sinks, group), floats(sums, pairs)
     for pair in range(pairs):
         if sinks:
             _merge(state + 8 * pair, merged + 4 * pair * padded, sink[pair % group], np.float32(1.0), values, padded)
-            continue
-        total, own = _ZERO, floats(sums + 4 * pair * _SUMS, _SUMS)
-        for j in range(_SUMS):
-            total += own[j]
-        _merge(state + 8 * pair, merged + 4 * pair * padded, m[pair], total, values + 4 * pair * padded, padded)
+    if sinks:
+        return
+    for j in range(1, _SUMS):
+        more = floats(sums + 4 * j * lanes, pairs)
+        for pair in range(pairs):
+            total[pair] += more[pair]
+    for pair in range(pairs):
+        _merge(state + 8 * pair, merged + 4 * pair * padded, m[pair], total[pair], values + 4 * pair * padded, padded)
 
 
 @compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
@@ -227,30 +212,39 @@ def _give(order, rows, heads, head, group, width, state, merged, out):
             y[i] = source[i] / total + _ZERO  # whether keys are skipped moves a zero's sign
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,float32,float32,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def _weigh(
-    block, first, pairs, group, order, position, heads, head, scale, cap, slopes, window, start, num, scores, hidden, keys,
-    sums_and_values,
-):  # fmt: skip
-    """The raw scores of pairs over a block become their weights.
+@compiled("boolean(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def _sight(order, position, first, lanes, group, slopes, window, start, num, seen, before, slope):
+    """What the lanes of a panel, from pair `first` on, see of a block's `num` keys -> whether any lane does not see some of
+    those that another sees. seen, before, slope: filled, [PANEL] float32; lanes without a pair see nothing"""
+    rank, places = integers(order, (first + lanes - 1) // group + 1), integers(position, 1 << 40)
+    end, begin, by, by_head = floats(seen, PANEL), floats(before, PANEL), floats(slope, PANEL), floats(slopes, group)
+    uneven = lanes % VECTOR != 0
+    for lane in range(PANEL):
+        end[lane] = begin[lane] = by[lane] = _ZERO
+    for lane in range(lanes):
+        place = places[rank[(first + lane) // group]]
+        here = max(0, min(num, place + 1 - start))
+        hidden = min(here, max(0, place - window + 1 - start)) if window else 0
+        end[lane], begin[lane], by[lane] = here, hidden, by_head[(first + lane) % group] if slopes else _ZERO
+        uneven = uneven or here != end[0] or hidden > 0
+    return uneven
 
-    order            of the rows whose pairs these are
-    scores, hidden   [all rows, heads, keys], or 0: as `attend`'s
-    sums_and_values  addresses of the pairs' maxima, sums and values, the width of the latter, and room for half a block
-    """
-    rank, places, slope = integers(order, (first + pairs - 1) // group + 1), integers(position, 1 << 40), floats(slopes, heads)
-    m, held = floats(integers(sums_and_values, 5)[0], first + pairs), integers(sums_and_values, 5)
-    for pair in range(first, first + pairs):
-        row, own = rank[pair // group], head + pair % group
-        edges, address = (row * heads + own) * keys + start, block + 4 * pair * KV_BLOCK
-        added, seen = slope[own] if slopes else _ZERO, max(0, min(num, places[row] + 1 - start))
-        before = min(seen, max(0, places[row] - window + 1 - start)) if window else 0
-        _scored(address, seen, scale, cap, added, start, before, hidden + 2 * edges if hidden else 0)
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
+def _exchange(block, lanes, order, first, group, heads, head, seen, start, keys, scores, hidden):
+    """Hide edges of a panel's scores, and show them. scores, hidden: as `attend`'s, or 0"""
+    rank, end = integers(order, (first + lanes - 1) // group + 1), floats(seen, lanes)
+    s = floats(block, KV_BLOCK * PANEL)
+    for lane in range(lanes):
+        row, own, count = rank[(first + lane) // group], head + (first + lane) % group, int(end[lane])
+        at = (row * heads + own) * keys + start
+        edges, shown = shorts(hidden + 2 * at, count), floats(scores + 4 * at, count)
+        if hidden:
+            for j in range(count):
+                s[j * PANEL + lane] = _NONE if edges[j] else s[j * PANEL + lane]
         if scores:
-            shown, s = floats(scores + 4 * edges, num), floats(address, num)
-            for j in range(seen):
-                shown[j] = s[j]
-        m[pair] = _weighted(address, seen, m[pair], held[1] + 4 * pair * _SUMS, held[2] + 4 * pair * held[3], held[3], held[4])
+            for j in range(count):
+                shown[j] = s[j * PANEL + lane]
 
 
 @task
@@ -266,39 +260,44 @@ def _attend(given, index, count):
         position, table, pages, page_size, out, window, slopes, scale_bits, cap_bits, sinks, scores, scores_width, hidden,
     ) = arguments(given, 27)  # fmt: skip
     scale, cap, kv_heads = as_float(np.int32(scale_bits)), as_float(np.int32(cap_bits)), heads // group
+    changed, shared = cap > _ZERO or slopes != 0 or scores != 0 or hidden != 0, np.float32(1.0)
     owner, places = integers(sequence, rows), integers(position, rows)
     room, padded = per_chunk * group, (value_width + STRIP - 1) // STRIP * STRIP
-    spaces = np.empty(2 * room * key_width + key_width * KV_BLOCK + KV_BLOCK * padded, np.float32)
-    queries = spaces.ctypes.data
-    packed, turned = queries + 4 * room * key_width, queries + 8 * room * key_width
-    padding = turned + 4 * key_width * KV_BLOCK
-    pair_spaces = np.empty(room * (2 * KV_BLOCK + 3 + _SUMS + 2 * padded) + KV_BLOCK // 2, np.float32)
-    block = pair_spaces.ctypes.data
-    block_packed, m = block + 4 * room * KV_BLOCK, block + 8 * room * KV_BLOCK
-    sums, state = m + 4 * room, m + 4 * room * (1 + _SUMS)
-    a, merged = state + 8 * room, state + 4 * room * (2 + padded)
-    packed_to, held = np.empty(room, np.int64), np.empty(5, np.int64)
-    held[0], held[1], held[2], held[3], held[4] = m, sums, a, padded, merged + 4 * room * padded
+    lanes = (room + VECTOR - 1) // VECTOR * VECTOR + VECTOR
+    key_spaces = np.empty((2 * lanes + KV_BLOCK) * key_width + KV_BLOCK * padded + VECTOR, np.float32)
+    queries = (key_spaces.ctypes.data + 63) // 64 * 64
+    taken, copied = queries + 4 * lanes * key_width, queries + 8 * lanes * key_width
+    padding = copied + 4 * KV_BLOCK * key_width
+    pair_spaces = np.empty((KV_BLOCK + 4) * PANEL + (1 + _SUMS) * lanes + 2 * room * (1 + padded) + VECTOR, np.float32)
+    block = (pair_spaces.ctypes.data + 63) // 64 * 64
+    shrinks = block + 4 * KV_BLOCK * PANEL
+    seen, before, slope = shrinks + 4 * PANEL, shrinks + 8 * PANEL, shrinks + 12 * PANEL
+    m = shrinks + 16 * PANEL
+    sums, a = m + 4 * lanes, m + 4 * lanes * (1 + _SUMS)
+    merged, state = a + 4 * room * padded, a + 8 * room * padded
+    found = np.empty(KV_BLOCK // KEYS, np.int64)
+    ends, shrink = floats(seen, PANEL), floats(shrinks, PANEL)
+    _fill(queries, 2 * lanes * key_width, _ZERO)  # lanes without a pair are computed, and denormal numbers are slow
     _fill(padding, KV_BLOCK * padded, _ZERO)
     for item in range(index, (rows + per_chunk - 1) // per_chunk * kv_heads, count):
         chunk, kv_head = item // kv_heads, item % kv_heads
         low, high = chunk * per_chunk, min(rows, (chunk + 1) * per_chunk)
-        rank, pairs, head = integers(order + 8 * low, high - low), (high - low) * group, kv_head * group
+        ranks, pairs, head = order + 8 * low, (high - low) * group, kv_head * group
+        rank, base = integers(ranks, high - low), 4 * kv_head * kv_head_stride
         last, begin = 0, np.int64(1) << 40
         for r in range(high - low):
             last = max(last, places[rank[r]])
             begin = min(begin, max(0, places[rank[r]] - window + 1) if window else 0)
-        _take_queries(q, q_row, q_head, order + 8 * low, high - low, head, group, key_width, queries)
+        _take_queries(q, q_row, q_head, ranks, high - low, head, group, key_width, taken, queries, lanes)
         for pair in range(pairs):
-            packed_to[pair] = -1
             floats(state + 8 * pair, 2)[0], floats(state + 8 * pair, 2)[1] = _NONE, _ZERO
         _fill(merged, pairs * padded, _ZERO)
         start = begin // KV_BLOCK * KV_BLOCK
         fresh = True
         while start <= last:
             if fresh:
-                _fill(m, pairs, _NONE)
-                _fill(sums, pairs * _SUMS, _ZERO)
+                _fill(m, lanes, _NONE)
+                _fill(sums, lanes * _SUMS, _ZERO)
                 _fill(a, pairs * padded, _ZERO)
                 fresh = False
             r = 0
@@ -309,36 +308,53 @@ def _attend(given, index, count):
                 while stop < high - low and _same_pages(table, pages, owner[rank[r]], owner[rank[stop]], first_page, end_page):
                     deepest = max(deepest, places[rank[stop]])
                     stop += 1
-                num, one, some = min(KV_BLOCK, deepest + 1 - start), r * group, (stop - r) * group
+                num, one, end = min(KV_BLOCK, deepest + 1 - start), r * group, stop * group
                 r = stop
                 if num <= 0:
                     continue
-                if packed_to[one] != one + some:
-                    _pack_pairs(queries + 4 * one * key_width, key_width, some, packed + 4 * one * key_width, key_width)
-                    for pair in range(one, one + some):
-                        packed_to[pair] = -1
-                    packed_to[one] = one + some
-                base = 4 * kv_head * kv_head_stride
-                _turn_keys(keys + base, own, page_size, start, num, key_width, turned)
-                target, wide = block + 4 * one * KV_BLOCK, (num + STRIP - 1) // STRIP * STRIP
-                _multiply(some, packed + 4 * one * key_width, key_width, turned, KV_BLOCK, target, KV_BLOCK, wide, 0)
-                _weigh(
-                    block, one, some, group, order + 8 * low, position, heads, head, scale, cap, slopes, window, start, num,
-                    scores, hidden, scores_width, held.ctypes.data,
-                )  # fmt: skip
-                _add_values(
-                    values + base, own, page_size, start, num, key_width, value_width, target, some, block_packed, padding,
-                    a + 4 * one * padded, padded,
-                )  # fmt: skip
+                _find_keys(keys + base, own, page_size, start, num, key_width, copied, found.ctypes.data)
+                for first in range(one, end, PANEL):
+                    some = min(PANEL, end - first)
+                    by_head = slopes + 4 * head if slopes else 0
+                    uneven = _sight(ranks, position, first, some, group, by_head, window, start, num, seen, before, slope)
+                    most = 0
+                    for lane in range(some):
+                        most = max(most, int(ends[lane]))
+                    if most == 0:
+                        continue
+                    for key in range(0, most, KEYS):
+                        place = found[key // KEYS]
+                        score(place, key_width, queries + 4 * first, lanes, some, block + 4 * key * PANEL)
+                    if changed:
+                        _change(block, most, scale, cap, slope, start)
+                    wide, whole = (some + VECTOR - 1) // VECTOR * VECTOR, (most + 3) // 4 * 4
+                    if uneven or whole > most:
+                        _hide(block, wide, whole, seen, before)
+                    if scores or hidden:
+                        _exchange(block, some, ranks, first, group, heads, head, seen, start, scores_width, scores, hidden)
+                    for lane in range(0, wide, VECTOR):
+                        weigh(
+                            block + 4 * lane, whole, shared if changed else scale, m + 4 * (first + lane),
+                            sums + 4 * (first + lane), lanes, _SUMS, shrinks + 4 * lane,
+                        )  # fmt: skip
+                    for lane in range(some):
+                        if shrink[lane] != np.float32(1.0):
+                            line = floats(a + 4 * (first + lane) * padded, padded)
+                            for i in range(padded):
+                                line[i] *= shrink[lane]
+                    _add_values(
+                        values + base, own, page_size, start, most, key_width, value_width, block, some, seen, padding,
+                        a + 4 * first * padded, padded,
+                    )  # fmt: skip
             start += KV_BLOCK
             if start % KV_SPLIT == 0 or start > last:
-                _end_split(pairs, m, sums, a, state, merged, padded, 0, group)
+                _end_split(pairs, m, sums, lanes, a, state, merged, padded, 0, group)
                 fresh = True
         if sinks:
             _fill(a, padded, _ZERO)
-            _end_split(pairs, m, sums, a, state, merged, padded, sinks + 4 * head, group)
-        _give(order + 8 * low, high - low, heads, head, group, value_width, state, merged, out)
-    spaces[0] = pair_spaces[0] = _ZERO  # numba frees an array after its last use, whatever holds its address
+            _end_split(pairs, m, sums, lanes, a, state, merged, padded, sinks + 4 * head, group)
+        _give(ranks, high - low, heads, head, group, value_width, state, merged, out)
+    key_spaces[0] = pair_spaces[0] = _ZERO  # numba frees an array after its last use, whatever holds its address
     return 1
 
 

@@ -45,10 +45,9 @@ def has_fma() -> bool:
 
 
 def _shape() -> tuple[int, int, int, int, int]:
-    """(lanes of a vector, columns and rows of a product's tile, columns and rows of an attention's tile) for this machine.
+    """(lanes of a vector, columns and rows of a product's tile, columns and rows of a tile of values) for this machine.
 
-    Accumulators should fill the registers: 24 of 32 on ARM and with AVX-512. The keys of a block are a multiple of an
-    attention's columns. Moves no bit.
+    Accumulators should fill the registers: 24 of 32 on ARM and with AVX-512. Moves no bit.
     """
     found = _features()
     if found.get("avx512f", False):
@@ -57,6 +56,8 @@ def _shape() -> tuple[int, int, int, int, int]:
 
 
 VECTOR, PANEL, TILE, STRIP, STRIP_ROWS = _shape()
+KEYS = 8
+"""keys whose scores are computed together, a multiple of `TILE`"""
 
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "boundscheck": False}
@@ -380,8 +381,13 @@ def square_sum(x, lanes):
 # The inner loop of every product: a tile of rows times a few vectors of columns, one chain per output.
 
 
-def _make_tile(rows: int, width: int, half: bool = False) -> Any:
-    """A tile of `rows` rows and `width` columns; half: the columns are stored in bfloat16."""
+def _make_tile(rows: int, width: int, half: bool = False, by_row: bool = False, tree: bool = False) -> Any:
+    """A tile of `rows` rows and `width` columns.
+
+    half    the columns are stored in bfloat16
+    by_row  the numbers of a row lie next to each other, not those of a step of k
+    tree    sums of a tree are added
+    """
     vectors, lanes, cells = width // VECTOR, VECTOR, rows * (width // VECTOR)
     single, i64, i32, i16 = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
     vector, wide, short = (ir.VectorType(kind, lanes) for kind in (single, i32, i16))
@@ -404,8 +410,12 @@ def _make_tile(rows: int, width: int, half: bool = False) -> Any:
                 found.append(builder.load(builder.bitcast(where, vector.as_pointer()), align=4))
         return found
 
-    def multipliers(builder: Any, a: Any, at: Any) -> list[Any]:
+    def multipliers(builder: Any, a: Any, lda: Any, step: Any) -> list[Any]:
         """The rows' numbers of one step of k, each in all lanes: ARM multiplies by a lane, x86-64 spreads while it loads."""
+        if by_row:
+            found = [builder.load(builder.gep(a, [builder.add(builder.mul(lda, number(i)), step)])) for i in range(rows)]
+            return [spread(builder, builder.insert_element(nothing, x, ir.Constant(i32, 0)), 0, nothing) for x in found]
+        at = builder.mul(step, lda)
         if rows % 4 == 0 and lanes == 4:
             places = [builder.gep(a, [builder.add(at, number(4 * q))]) for q in range(rows // 4)]
             loaded = [builder.load(builder.bitcast(p, four.as_pointer()), align=4) for p in places]
@@ -414,7 +424,7 @@ def _make_tile(rows: int, width: int, half: bool = False) -> Any:
         return [spread(builder, builder.insert_element(nothing, x, ir.Constant(i32, 0)), 0, nothing) for x in found]
 
     def codegen(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        a, b, ldb, k, c, ldc, begun, levels, depth = arguments
+        a, lda, b, ldb, k, c, ldc, begun, levels, depth = arguments
         ap, cp, lp = (builder.inttoptr(x, single.as_pointer()) for x in (a, c, levels))
         bp = builder.inttoptr(b, (i16 if half else single).as_pointer())
         multiply_add = cgutils.get_or_insert_function(
@@ -445,7 +455,7 @@ def _make_tile(rows: int, width: int, half: bool = False) -> Any:
         step = builder.phi(i64)
         step.add_incoming(number(0), start)
         sums = joined([(first, start)])
-        bs, xs = columns(builder, bp, builder.mul(step, ldb)), multipliers(builder, ap, builder.mul(step, number(rows)))
+        bs, xs = columns(builder, bp, builder.mul(step, ldb)), multipliers(builder, ap, lda, step)
         new = [builder.call(multiply_add, [xs[n // vectors], bs[n % vectors], sums[n]]) for n in range(cells)]
         after = builder.add(step, number(1))
         step.add_incoming(after, loop)
@@ -455,7 +465,7 @@ def _make_tile(rows: int, width: int, half: bool = False) -> Any:
 
         builder.position_at_end(done)
         now = joined([(first, start), (new, loop)])
-        for level in range(3):
+        for level in range(3 if tree else 0):
             before = builder.block
             adding, added = builder.append_basic_block("adding"), builder.append_basic_block("added")
             builder.cbranch(builder.icmp_signed(">", depth, number(level)), adding, added)
@@ -470,15 +480,17 @@ def _make_tile(rows: int, width: int, half: bool = False) -> Any:
         return context.get_dummy_value()
 
     @intrinsic
-    def tile(_context: Any, a: Any, b: Any, ldb: Any, k: Any, c: Any, ldc: Any, begun: Any, levels: Any, depth: Any) -> Any:
-        return types.void(*[types.intp] * 9), codegen
+    def tile(
+        _context: Any, a: Any, lda: Any, b: Any, ldb: Any, k: Any, c: Any, ldc: Any, begun: Any, levels: Any, depth: Any
+    ) -> Any:
+        return types.void(*[types.intp] * 10), codegen
 
     return tile
 
 
-_tile_8, _tile_4, _tile_2, _tile_1 = (_make_tile(rows, PANEL) for rows in (8, 4, 2, 1))
-_half_8, _half_4, _half_2, _half_1 = (_make_tile(rows, PANEL, half=True) for rows in (8, 4, 2, 1))
-_strip_8, _strip_4, _strip_2, _strip_1 = (_make_tile(rows, STRIP) for rows in (8, 4, 2, 1))
+_tile_8, _tile_4, _tile_2, _tile_1 = (_make_tile(rows, PANEL, tree=True) for rows in (8, 4, 2, 1))
+_half_8, _half_4, _half_2, _half_1 = (_make_tile(rows, PANEL, half=True, tree=True) for rows in (8, 4, 2, 1))
+_strip_most, _strip_4, _strip_2, _strip_1 = (_make_tile(rows, STRIP) for rows in (STRIP_ROWS, 4, 2, 1))
 
 
 @inlined
@@ -503,34 +515,146 @@ def tile(part, rows, a, b, short, k, parts, c, ldc, levels):
     y, ldy = (c, ldc) if part == parts - 1 else (levels + 4 * depth * rows * PANEL, PANEL)
     if short:
         if rows == 8:
-            _half_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
+            _half_8(x, 8, w, PANEL, size, y, ldy, 0, levels, depth)
         elif rows == 4:
-            _half_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
+            _half_4(x, 4, w, PANEL, size, y, ldy, 0, levels, depth)
         elif rows == 2:
-            _half_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
+            _half_2(x, 2, w, PANEL, size, y, ldy, 0, levels, depth)
         else:
-            _half_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
+            _half_1(x, 1, w, PANEL, size, y, ldy, 0, levels, depth)
     elif rows == 8:
-        _tile_8(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        _tile_8(x, 8, w, PANEL, size, y, ldy, 0, levels, depth)
     elif rows == 4:
-        _tile_4(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        _tile_4(x, 4, w, PANEL, size, y, ldy, 0, levels, depth)
     elif rows == 2:
-        _tile_2(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        _tile_2(x, 2, w, PANEL, size, y, ldy, 0, levels, depth)
     else:
-        _tile_1(x, w, PANEL, size, y, ldy, 0, levels, depth)
+        _tile_1(x, 1, w, PANEL, size, y, ldy, 0, levels, depth)
 
 
-@compiled("void(intp,intp,intp,intp,intp,intp,intp,intp)", within=True)
-def strip(rows, a, b, ldb, k, c, ldc, begun):
-    """c[rows, STRIP] = chains over k of a[k, rows] and b[k, STRIP], which begin at 0, or at c if `begun`."""
-    if rows == 8:
-        _strip_8(a, b, ldb, k, c, ldc, begun, 0, 0)
-    elif rows == 4:
-        _strip_4(a, b, ldb, k, c, ldc, begun, 0, 0)
-    elif rows == 2:
-        _strip_2(a, b, ldb, k, c, ldc, begun, 0, 0)
+_all_pairs = _make_tile(TILE, PANEL, by_row=True)
+_some_pairs = _make_tile(KEYS, VECTOR, by_row=True)
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp)", within=True)
+def score(keys, width, queries, ldq, lanes, scores):
+    """scores [KEYS, PANEL] of keys [KEYS, width] and queries [width, lanes], or up to a whole vector of them: chains"""
+    if lanes > PANEL - VECTOR:
+        for first in range(0, KEYS, TILE):
+            _all_pairs(keys + 4 * first * width, width, queries, ldq, width, scores + 4 * first * PANEL, PANEL, 0, 0, 0)
     else:
-        _strip_1(a, b, ldb, k, c, ldc, begun, 0, 0)
+        for first in range(0, lanes, VECTOR):
+            _some_pairs(keys, width, queries + 4 * first, ldq, width, scores + 4 * first, PANEL, 0, 0, 0)
+
+
+@compiled("void(intp,intp,intp,intp,intp,intp,intp)", within=True)
+def strip(rows, a, b, ldb, k, c, ldc):
+    """c[rows, STRIP] goes on by chains over k of a[k, PANEL], of which the first rows, and b[k, STRIP]."""
+    if rows == STRIP_ROWS:
+        _strip_most(a, PANEL, b, ldb, k, c, ldc, 1, 0, 0)
+    elif rows == 4:
+        _strip_4(a, PANEL, b, ldb, k, c, ldc, 1, 0, 0)
+    elif rows == 2:
+        _strip_2(a, PANEL, b, ldb, k, c, ldc, 1, 0, 0)
+    else:
+        _strip_1(a, PANEL, b, ldb, k, c, ldc, 1, 0, 0)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+# A softmax in vectors of pairs: scores [keys, pairs].
+
+
+def _vectors(builder: Any) -> tuple[Any, Callable[..., Any], Callable[[Any], Any]]:
+    """(type of a vector, fma, a number in all lanes)"""
+    vector = ir.VectorType(ir.FloatType(), VECTOR)
+    call = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{VECTOR}f32")
+    return vector, lambda *x: builder.call(call, x), lambda x: ir.Constant(vector, [float(x)] * VECTOR)
+
+
+def _exp_of(builder: Any, x: Any) -> Any:
+    """`exp` of a vector without numbers above 0, so that one multiplication by a power of 2 is enough."""
+    _, multiply_add, full = _vectors(builder)
+    whole = ir.VectorType(ir.IntType(32), VECTOR)
+    low = builder.fcmp_ordered("<", x, full(_EXP_MIN))
+    v = builder.select(low, full(_EXP_MIN), x)
+    turns = multiply_add(v, full(_LOG2E), full(_ROUND))
+    n = builder.fsub(turns, full(_ROUND))
+    r = multiply_add(n, full(_LN2_LOW), multiply_add(n, full(_LN2_HIGH), v))
+    q = full(_E4)
+    for each in (_E3, _E2, _E1, _E0):
+        q = multiply_add(q, r, full(each))
+    p = builder.fadd(multiply_add(q, builder.fmul(r, r), r), full(_ONE))
+    shifted = builder.shl(builder.bitcast(turns, whole), ir.Constant(whole, [23] * VECTOR))  # n: `_ROUND` has zeros there
+    power = builder.bitcast(builder.add(shifted, ir.Constant(whole, [127 << 23] * VECTOR)), x.type)
+    return builder.select(low, full(_ZERO), builder.fmul(p, power))
+
+
+@intrinsic
+def weigh(_context: Any, scores: Any, num: Any, scale: Any, maxima: Any, sums: Any, ldm: Any, count: Any, shrinks: Any) -> Any:
+    """Scores [num, PANEL] of `VECTOR` pairs over a block become weights; num: a multiple of 4.
+
+    maxima   [VECTOR], and sums [count, ldm] of the weights of two keys each: are carried on
+    shrinks  [VECTOR]: filled with what sums so far are multiplied by
+    """
+    i64 = ir.IntType(64)
+    number = lambda n: ir.Constant(i64, n)  # noqa: E731
+
+    def codegen(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        scores, num, scale, maxima, sums, ldm, count, shrinks = given
+        vector, multiply_add, full = _vectors(builder)
+        nothing = ir.Constant(vector, ir.Undefined)
+        by = builder.insert_element(nothing, scale, ir.Constant(ir.IntType(32), 0))
+        by = builder.shuffle_vector(by, nothing, ir.Constant(ir.VectorType(ir.IntType(32), VECTOR), [0] * VECTOR))
+        place = lambda address, n: builder.inttoptr(builder.add(address, builder.mul(n, number(4))), vector.as_pointer())  # noqa: E731
+        at = lambda j, more: place(scores, builder.mul(builder.add(j, number(more)), number(PANEL)))  # noqa: E731
+        scaled = lambda j, more: builder.fmul(builder.load(at(j, more), align=4), by)  # noqa: E731
+        larger = lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y)  # noqa: E731
+        before = builder.load(place(maxima, number(0)), align=4)
+        tops = [cgutils.alloca_once_value(builder, before) for _ in range(4)]
+        with cgutils.for_range_slice(builder, number(0), num, number(4), inc=True) as (j, _):
+            for i, top in enumerate(tops):
+                builder.store(larger(scaled(j, i), builder.load(top)), top)
+        a, b, c, d = (builder.load(each) for each in tops)
+        top = larger(larger(a, b), larger(c, d))
+        safe = builder.select(builder.fcmp_ordered("==", top, full(-_INF)), full(_ZERO), top)
+        shrink = _exp_of(builder, builder.fsub(before, safe))
+        builder.store(top, place(maxima, number(0)), align=4)
+        builder.store(shrink, place(shrinks, number(0)), align=4)
+        half = builder.ashr(num, number(1))
+        with cgutils.for_range_slice(builder, number(0), half, number(1), inc=True) as (i, _):
+            j, both = builder.mul(i, number(2)), []
+            for one in range(2):
+                both.append(_exp_of(builder, builder.fsub(scaled(j, one), safe)))
+                builder.store(both[-1], at(j, one), align=4)
+            sum_ = place(sums, builder.mul(i, ldm))
+            builder.store(multiply_add(builder.load(sum_, align=4), shrink, builder.fadd(*both)), sum_, align=4)
+        with cgutils.for_range_slice(builder, half, count, number(1), inc=True) as (i, _):  # keys nobody sees
+            sum_ = place(sums, builder.mul(i, ldm))
+            builder.store(builder.fmul(builder.load(sum_, align=4), shrink), sum_, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 2, types.float32, *[types.intp] * 5), codegen
+
+
+@intrinsic
+def turn(_context: Any, source: Any, lds: Any, target: Any, ldt: Any) -> Any:
+    """target [VECTOR, VECTOR] = source transposed; rows lie lds and ldt apart."""
+
+    def codegen(context: Any, builder: Any, _signature: Any, given: Any) -> Any:
+        vector, i64 = ir.VectorType(ir.FloatType(), VECTOR), ir.IntType(64)
+        where = lambda address, ld, i: builder.inttoptr(  # noqa: E731
+            builder.add(address, builder.mul(ld, ir.Constant(i64, 4 * i))), vector.as_pointer()
+        )
+        rows = [builder.load(where(given[0], given[1], i), align=4) for i in range(VECTOR)]
+        half, kind = VECTOR // 2, ir.VectorType(ir.IntType(32), VECTOR)
+        masks = [ir.Constant(kind, [i // 2 + first + i % 2 * VECTOR for i in range(VECTOR)]) for first in (0, half)]
+        for _ in range(VECTOR.bit_length() - 1):
+            rows = [builder.shuffle_vector(rows[i // 2], rows[i // 2 + half], masks[i % 2]) for i in range(VECTOR)]
+        for i, row in enumerate(rows):
+            builder.store(row, where(given[2], given[3], i), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), codegen
 
 
 @inlined

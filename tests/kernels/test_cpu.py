@@ -181,6 +181,8 @@ def test_pages_and_company_move_no_bit(page_size: int) -> None:
         assert same(paths.attend(torch.tensor([row])), together[row : row + 1])
     many = torch.arange(8).repeat(9)
     assert same(paths.attend(many), together[many])
+    ends = torch.tensor([7, 5, 6])
+    assert same(paths.attend(ends), together[ends]), "each alone with its pages, beside the others in vectors"
 
 
 def test_hidden_edges_and_scores_that_are_shown() -> None:
