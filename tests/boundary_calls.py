@@ -202,6 +202,7 @@ def _recorded() -> dict[str, Any]:
     copied.append(rows.end - 1, {name: rows.peek(name)[-1:] * 0.5 for name in rows.sites()})
     return {
         "rows": [[rows.get(name), rows.peek(name), rows.pieces(name)] for name in names],
+        "runs": [block[name][at : at + count] for name in names for block, _, at, count in rows.runs([name])],
         "none": [rows.get("nothing"), rows.has_scores("x"), rows.num_valid(4, 1), str(rows.place(3)[1:])],
         "forked": [part[names[0]], other[names[0]], copied[names[0]], copied.handed_over()],
     }

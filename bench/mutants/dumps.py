@@ -4,6 +4,22 @@ from bench.mutants.mutant import Mutant
 
 DUMPS = (
     Mutant(
+        "rows-of-a-piece-from-its-beginning",
+        "replaylens.dumps.content",
+        "rows, piece = targets + np.repeat(at - np.cumsum(count) + count, count)",
+        "rows, piece = targets + np.repeat(count - np.cumsum(count), count)",
+        "a shard's rows are those of its branches, wherever a pass left them",
+        ("tests/dumps/test_content.py::test_rows_are_gathered_from_where_passes_left_them",),
+    ),
+    Mutant(
+        "rows-of-a-probe-shared-with-its-run",
+        "replaylens.dumps.content",
+        "self._pieces[site] = end_to_end(joined(*self._pieces[site]))",
+        "pass",
+        "what is done to a content's tensors does not reach the run that they came from",
+        ("tests/dumps/test_resume.py::test_rows_of_a_probe_are_its_own",),
+    ),
+    Mutant(
         "digest-without-shapes",
         "replaylens.dumps.content",
         "shape, dtype = [int(mask.sum()), *block.shape[1:]],",

@@ -459,18 +459,20 @@ class Recording:
 
     def runs(self, sites: Sequence[str]) -> list[Run]:
         """Where the rows of some sites lie, in order. The caller must not change them. Precondition: they have no keys."""
-        names = {site: self._named(site) for site in sites}
-        found = [run for chunk in self.chunks if chunk.positions for run in chunk.runs(names.values())]
-        if all(site == name for site, name in names.items()):
-            return found
-        return [
-            (block, {site: name if there is None else there[name] for site, name in names.items()}, first, count)
-            for block, there, first, count in found
-        ]
+        captured = self._captured()
+        if self.gone or any(site in self.aliases or site not in captured for site in sites):
+            names = {site: self._named(site) for site in sites}
+            found = [run for chunk in self.chunks if chunk.positions for run in chunk.runs(names.values())]
+            return [
+                (block, {site: name if there is None else there[name] for site, name in names.items()}, first, count)
+                for block, there, first, count in found
+            ]
+        return [run for chunk in self.chunks if chunk.positions for run in chunk.runs(sites)]
 
     def _named(self, site: str) -> str:
         """The captured site with the rows of that name; UnknownSite if it was not captured."""
-        self.require_here()
+        if self.gone:
+            self.require_here()
         found = self._found(site) if isinstance(site, str) else None
         if found is None:
             names = list(self.keys())

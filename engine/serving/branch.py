@@ -132,7 +132,7 @@ class Branch(NotCopyable):
 
     @reading
     def _path(self) -> list[int]:
-        return list(self.record.tokens)
+        return list(self.lane.record.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -143,12 +143,12 @@ class Branch(NotCopyable):
     @reading
     def length(self) -> int:
         """The number of tokens, prompt included."""
-        return len(self.record.tokens)
+        return len(self.lane.record.tokens)
 
     @property
     def root_length(self) -> int:
         """The number of prompt tokens."""
-        return self.record.root_length
+        return self.lane.record.root_length
 
     @property
     def text(self) -> str:
@@ -158,7 +158,7 @@ class Branch(NotCopyable):
     @property
     def generated(self) -> list[int]:
         """The tokens after the prompt."""
-        return self._path()[self.record.root_length :]
+        return self._path()[self.lane.record.root_length :]
 
     @property
     def generated_text(self) -> str:
@@ -171,17 +171,17 @@ class Branch(NotCopyable):
     def states(self) -> list[str]:
         """What each token is: "prompt", "forced", "generated" (sampled, or drafted and then accepted), "pending" (generated,
         its row not computed yet), "draft" (not verified yet) or "rejected"."""
-        return self.record.words()
+        return self.lane.record.words()
 
     @property
     def status(self) -> BranchStatus:
         """Whether it can grow (open), has ended (finished), was cut off (rejected), or is closed (released)."""
-        return self.record.status
+        return self.lane.record.status
 
     @property
     def finish_reason(self) -> str | None:
         """ "eos" or "stop" if the branch ended; None if it can continue."""
-        return self.record.finish_reason
+        return self.lane.record.finish_reason
 
     @property
     def statistics(self) -> Statistics:

@@ -40,6 +40,7 @@ engine.request.capture.Recording.add engine.request.capture.Recording.end engine
 tasks.boxes tasks.coin tasks.coin_resets tasks.coins tasks.counts tasks.fork tasks.hops tasks.shell tasks.texts
 tasks.variables tasks.words tasks.reading.Scene tasks.task.Draws
 dumps.plan.ExamplePath.offsets engine.serving.lock.EngineLock.tidy engine.serving.lock.EngineLock.alone
+engine.serving.lock.EngineLock.refuse_within_step engine.serving.forest.Forest.note
 engine.model.text.Text.decode engine.model.text.Text.eos_id probes.controls.Goal.outputs
 gradients.derivatives gradients.backward.Backward
 """

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 
 from replaylens.engine.model.sites import layer_of
 from replaylens.engine.records import Identifier
-from replaylens.engine.request.capture import scatter
 from replaylens.engine.terminal import Later
 
 if TYPE_CHECKING:
@@ -51,6 +50,8 @@ class Layout:
 
     def joined(self, pieces: Sequence[Tensor], first: int, end: int, out: Tensor) -> None:
         """Fill `out` with the rows of runs [first, end)."""
+        from replaylens.engine.request.capture import scatter  # a dump is listed without what computes
+
         runs = self.runs[first:end]
         if len({piece for piece, _, _ in runs}) * _SCATTERED > len(runs):
             torch.cat([pieces[piece][at : at + count] for piece, at, count in runs], out=out)

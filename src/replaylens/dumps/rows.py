@@ -18,6 +18,7 @@ from replaylens.engine.errors import BadRequest, InternalError, NotCertified, Un
 from replaylens.engine.passes import lens as readout
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import RowBlock, Rows
+from replaylens.engine.request.positions import Position
 from replaylens.engine.request.values import as_int, short_repr
 from replaylens.engine.serving.watch import scorers
 from replaylens.replay.replayer import Result, own_edits
@@ -59,7 +60,8 @@ def _layout(
 ) -> tuple[list[ExamplePath], list[list[int]], np.ndarray, np.ndarray]:
     """(paths, kept positions of each, the number of each path's first row among all rows of the paths, numbers of the kept)."""
     paths = [path for result in sorted(results, key=lambda r: r.example.index) for path in _paths(engine, result)]
-    kept = [_chosen(engine, plan, path) for path in paths]
+    place = plan.place
+    kept = [_chosen(engine, plan, place, path) for path in paths]
     starts = np.cumsum([0, *(len(path.tokens) - path.base for path in paths)])
     rows = np.concatenate([[], *(start + np.array(k) - p.base for start, k, p in zip(starts, kept, paths, strict=False))])
     return paths, kept, starts, rows.astype(np.int64)
@@ -98,10 +100,10 @@ def _paths(engine: Engine, result: Result) -> list[ExamplePath]:
     return paths
 
 
-def _chosen(engine: Engine, plan: DumpPlan, path: ExamplePath) -> list[int]:
+def _chosen(engine: Engine, plan: DumpPlan, place: Position, path: ExamplePath) -> list[int]:
     """The positions of the path's own rows that the plan keeps."""
     own = range(path.base, len(path.tokens))
-    place, length = plan.place, len(path.tokens)
+    length = len(path.tokens)
     match place.kind:
         case "last":
             return [position for position in own if position == length - 1 + place.shift]
