@@ -1,6 +1,8 @@
 """Recorded passes of a CPU have the bits of the passes that were recorded, whatever else runs, and say what they cannot do."""
 
+import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from replaylens.engine.errors import InternalError, NonFinite
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.passes import recorded
 from replaylens.engine.passes.recorded import Extent, RecordedPasses
-from replaylens.kernels import cpu
+from replaylens.kernels import cpu, cpu_experts, cpu_recurrent, threads
 from tests.devices import swept
 from tests.engine.reference import same_bits
 from tests.families import BOTH_NAMES, LATENT_NAMES, MORE, NAMES, hugging_face
@@ -182,31 +184,128 @@ def test_a_recording_that_differs_from_its_pass_is_a_defect(monkeypatch: pytest.
         branch.generate(5, sampling=ENDLESS, window=1)
 
 
-@pytest.mark.parametrize("fault", ["inputs", "arena"])
-def test_stale_inputs_and_memory_that_is_given_away_too_soon_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def beyond_a_chunk(engine: Engine) -> dict[str, Any]:
+    """As `everything`, where chunks of recurrent layers end on the way, and threads change."""
+    first, second = engine.prompts([[(3 * i + 1) % 61 for i in range(n)] for n in (52, 57)], sites="S")
+    before, found = torch.get_num_threads(), dict[str, Any]()
+    try:
+        for count in (1, 3, 2):
+            torch.set_num_threads(count)
+            engine.generate([first, second], 5, sampling=ENDLESS, window=1)
+        third = second.fork(1)[0]
+        engine.generate([first, second.rollback(62), third], 9, sampling=ENDLESS, window=1)
+    finally:
+        torch.set_num_threads(before)
+    for name, branch in (("first", first), ("second", second), ("third", third)):
+        found |= {f"{name} tokens": torch.tensor(branch.tokens)}
+        found |= {f"{name} {site}": branch.activations[site] for site in branch.activations.sites()}
+    return found
+
+
+def plain_chunks(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded, "WORTH", 1 << 30)
+        return beyond_a_chunk(Engine.load(model))
+
+
+@pytest.mark.parametrize("name", swept(("lfm2", "qwen3-next", "mamba2", "bamba", "olmo-hybrid", "lfm2-moe"), "qwen3-next"))
+def test_chunks_of_recurrent_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    divide_everything(monkeypatch)
+    model = hugging_face(name)
+    truth, engine = plain_chunks(model, monkeypatch), Engine.load(model)
+    assert differing(beyond_a_chunk(engine), truth) == []
+    assert recordings(engine).recordings and not recordings(engine).unrecordable
+
+
+def stale(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded passes keep one of their inputs: that of the pass that was recorded, which stays alive."""
+    run, replayed = recorded.WorkList.run, RecordedPasses._replayed
+    kept: dict[Any, int] = {}
+    held: list[Any] = []
+
+    def with_first(self: Any, bases: Any) -> None:
+        run(self, [*bases[:place], kept.setdefault(self, bases[place]), *bases[place + 1 :]])
+
+    monkeypatch.setattr(recorded.WorkList, "run", with_first)
+    monkeypatch.setattr(RecordedPasses, "_replayed", lambda *given: (held.append(given), replayed(*given))[1])
+
+
+INPUTS = (
+    "arena",
+    "x",
+    "positions",
+    "slots",
+    "sequence",
+    "pages",
+    "order",
+    "told",
+    "entry slots",
+    "entries",
+    "states",
+    "pieces",
+)
+
+
+@pytest.mark.parametrize("name", ["x", "positions", "slots"])
+def test_a_stale_input_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls for the comparison with unrecorded passes."""
     model = random_model()
     truth = unrecorded(model, monkeypatch)
-    if fault == "inputs":
-        run = recorded.WorkList.run
-        kept: dict[Any, list[int]] = {}
+    stale(INPUTS.index(name), monkeypatch)
+    assert differing(everything(Engine(model)), truth) != []
 
-        def stale(self: Any, bases: Any) -> None:
-            first = kept.setdefault(self, list(bases))
-            run(self, [*bases[:3], *first[3:4], *bases[4:]])
 
-        monkeypatch.setattr(recorded.WorkList, "run", stale)
-        held: list[Any] = []
-        replayed = RecordedPasses._replayed
-        monkeypatch.setattr(RecordedPasses, "_replayed", lambda *given: (held.append(given), replayed(*given))[1])
-        assert differing(everything(Engine(model)), truth) != []
-    else:
-        arranged = recorded._arranged
-        monkeypatch.setattr(
-            recorded, "_arranged", lambda *given: ([Extent(p.first, p.size, given[3]) for p in given[0]], arranged(*given)[1])
-        )
-        with pytest.raises(InternalError):
-            everything(Engine(model))
+@pytest.mark.parametrize("name", ["entry slots", "entries", "states", "pieces"])
+def test_a_stale_input_of_a_hybrid_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hugging_face("qwen3-next")
+    truth = plain_chunks(model, monkeypatch)
+    stale(INPUTS.index(name), monkeypatch)
+    assert differing(beyond_a_chunk(Engine.load(model)), truth) != []
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_memory_that_is_given_away_too_soon_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arranged = recorded._arranged
+    monkeypatch.setattr(
+        recorded, "_arranged", lambda *given: ([Extent(p.first, p.size, given[3]) for p in given[0]], arranged(*given)[1])
+    )
+    with pytest.raises(InternalError):
+        everything(Engine.load(hugging_face(name)))
+
+
+@pytest.mark.parametrize("name, task", [
+    ("qwen2-moe", cpu_experts._product), ("qwen2-moe", cpu_experts._combine), ("qwen3-next", cpu_recurrent._recur),
+    ("qwen3-next", cpu_recurrent._keep),
+])  # fmt: skip
+def test_a_piece_of_work_that_is_left_out_is_seen(name: str, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: the last of three parts of a kernel is left out."""
+    divide_everything(monkeypatch)
+    run = recorded.threads.run_list
+    call = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(task.address)
+
+    def without_last(works: Any, given: Any) -> None:
+        for i, (address, begin, parts) in enumerate(works.tolist()):
+            if address != task.address or parts == 1:
+                run(works[i : i + 1].copy(), given)
+            for part in range(parts - 1 if address == task.address else 0):
+                call(given.ctypes.data + 8 * begin, part, parts)
+
+    noticed = list[str]()
+
+    class Noticed(InternalError):
+        """The loop repeats what failed branch by branch, where a row is not divided, and so goes on."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__(text)
+            noticed.append(text)
+
+    model = hugging_face(name)
+    truth = plain_chunks(model, monkeypatch)
+    monkeypatch.setattr(recorded.threads, "run_list", without_last)
+    monkeypatch.setattr(recorded, "InternalError", Noticed)
+    with suppress(Noticed), threads.within(3):
+        noticed += differing(beyond_a_chunk(Engine.load(model)), truth)
+    assert noticed
 
 
 def test_places_do_not_overlap_while_they_are_needed() -> None:
