@@ -438,8 +438,8 @@ ENGINE = (
     Mutant(
         "base-edit-made-twice",
         "replaylens.engine.serving.variants",
-        "while layer >= 0 and self.streams[layer] in edited:",
-        "while layer >= 0 and self.streams[layer] in ():",
+        "(layer not in entries or self.streams[layer] in edited):",
+        "(layer not in entries or self.streams[layer] in ()):",
         "a variant of an edited text has the bits of both lists of edits made together",
         ("tests/engine/serving/test_activations.py::test_edits_of_the_base_are_made_once",),
     ),

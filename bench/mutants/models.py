@@ -3,6 +3,7 @@
 from bench.mutants.mutant import Mutant
 
 GGUF, ADAPTER, HUB = "tests/weights/test_gguf.py", "tests/weights/test_adapter.py", "tests/weights/test_hub.py"
+LOOPS = "tests/engine/test_loops.py"
 MODELS = (
     Mutant(
         "gguf-longrope-attention-factor",
@@ -187,5 +188,93 @@ MODELS = (
         "self.shared_site)",
         "the last block computes all rows if one of its late sites is edited",
         ("tests/engine/test_mixtures.py::test_edits_after_the_last_attention_are_made_where_few_rows_are_read",),
+    ),
+    Mutant(
+        "shared-weights-held-twice",
+        "replaylens.engine.model.layers",
+        "                del self._modules[name]",
+        "                self._modules[name] = getattr(lender, name)",
+        "weights that layers share are there once",
+        (f"{LOOPS}::test_weights_are_there_once",),
+    ),
+    Mutant(
+        "shared-sites",
+        "replaylens.engine.model.layers",
+        "            if isinstance(module, Part):\n                module.share(getattr(lender, name))\n            else:",
+        "            if True:",
+        "every round of a loop has sites of its own",
+        (f"{LOOPS}::test_gradients_are_autograds",),
+    ),
+    Mutant(
+        "shared-parameters-of-their-own",
+        "replaylens.engine.model.layers",
+        "            del self._parameters[name]\n\n    def __getattr__",
+        "            pass\n\n    def __getattr__",
+        "a part that holds weights beside its modules shares them, too",
+        (f"{LOOPS}::test_weights_are_there_once",),
+    ),
+    Mutant(
+        "unlike-layers-shared",
+        "replaylens.engine.model.layers",
+        "if type(self) is not type(lender) or shapes[0] != shapes[1]:",
+        "if False:",
+        "layers share weights only if they have the same",
+        (f"{LOOPS}::test_what_cannot_be_shared_is_named",),
+    ),
+    Mutant(
+        "wiring-lost-by-a-load",
+        "replaylens.weights.source",
+        "made.hollowed() if isinstance(made, Decoder) else Decoder.hollow(made)",
+        "Decoder.hollow(made.config if isinstance(made, Decoder) else made)",
+        "a decoder of somebody else keeps its wiring when it is loaded",
+        (f"{LOOPS}::test_bits_follow",),
+    ),
+    Mutant(
+        "wiring-in-no-fingerprint",
+        "replaylens.engine.proof.fingerprint",
+        "    if model.usual:\n        return version\n    from",
+        "    if True:\n        return version\n    from",
+        "another wiring of the same weights is another fingerprint",
+        (f"{LOOPS}::test_another_wiring_is_another_fingerprint",),
+    ),
+    Mutant(
+        "entry-with-a-carried-value",
+        "replaylens.engine.model.program",
+        "if {number for number in made if last.get(number, -1) >= i} <= set(step.reads) else set()",
+        "if True else set()",
+        "a pass begins only where the stream is all of the state",
+        (f"{LOOPS}::test_a_grid_of_patches_is_that_of_prompts_with_edits",),
+    ),
+    Mutant(
+        "entry-at-a-changed-stream",
+        "replaylens.engine.model.program",
+        'hook_in" and step.reads == [left.get(layer - 1)]:',
+        'hook_in":',
+        "a stream that is changed between two blocks is not one value",
+        (f"{LOOPS}::test_a_grid_of_patches_is_that_of_prompts_with_edits",),
+    ),
+    Mutant(
+        "recorded-with-a-stash",
+        "replaylens.engine.passes.runner",
+        " or 0 not in self.entries:",
+        ":",
+        "a recorded pass reads nothing that another pass left",
+        (f"{LOOPS}::test_bits_follow",),
+    ),
+    Mutant(
+        "site-passed-twice",
+        "replaylens.engine.model.program",
+        "        self._passed.add(site)\n",
+        "        self._passed.discard(site)\n",
+        "a wiring that passes a site twice is refused",
+        (f"{LOOPS}::test_a_site_that_is_passed_twice_is_named",),
+    ),
+    Mutant(
+        "family-by-number-of-layer",
+        "replaylens.weights.family",
+        "names.block.format(number)",
+        "names.block.format(2 * layer)",
+        "a family's tensors are those of its layers, in order",
+        (f"{LOOPS}::test_a_family_reads_each_weight_once",),
     ),
 )

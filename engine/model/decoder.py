@@ -462,10 +462,11 @@ class Decoder(Packable):
             if config.learned_positions
             else None
         )
-        self.blocks = nn.ModuleList(self.block(config, layer) for layer in range(config.num_layers))
+        blocks = [self.block(config, layer) for layer in range(config.num_layers)]
         for layer, held in enumerate(config.weights_of):
             if held != layer:
-                self.blocks[layer].share(self.blocks[held])
+                blocks[layer].share(blocks[held])
+        self.blocks = nn.ModuleList(blocks)
         self.ln_final = Norm(config.d_model, config.norm, config.norm_eps, config.norm_bias)
         self.unembed = None if config.tied_embeddings else Linear(config.d_model, config.vocab_size, bias=False)
         self.unembed_bias = nn.Parameter(torch.empty(config.vocab_size, dtype=torch.float32)) if config.unembed_bias else None

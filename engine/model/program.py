@@ -310,10 +310,13 @@ class Program:
         tokens, positions = (torch.arange(rows) % config.vocab_size for _ in range(2))
         recorder = Recorder(model, frozenset(table(config).sites), weights=True)
         ops, tap = recorder.ops(_Shapes()), recorder.tap(None)
-        with torch.no_grad(), recorder:
-            x = model.embedding(tokens, positions, tap)
-            embedded = recorder.number(x)
-            model.logits(model.run_blocks(x, positions, ops, tap, 0, config.num_layers), ops, tap)
+        try:
+            with torch.no_grad(), recorder:
+                x = model.embedding(tokens, positions, tap)
+                embedded = recorder.number(x)
+                model.logits(model.run_blocks(x, positions, ops, tap, 0, config.num_layers), ops, tap)
+        except RuntimeError as e:
+            raise UnsupportedModel(f"The wiring of this model cannot be written down without numbers: {e}.") from e
         known = chain(model.named_modules(), model.named_parameters(), model.named_buffers())
         names = {id(each): name for name, each in (*known, ("tokens", tokens), ("positions", positions))}
         shapes = {number: tuple(x.shape) for number, x in recorder.values.items()}

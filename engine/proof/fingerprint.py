@@ -16,7 +16,6 @@ import replaylens
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Packable
-from replaylens.engine.model.program import Program
 from replaylens.engine.records import Fingerprint
 
 T = TypeVar("T")
@@ -50,7 +49,11 @@ def canonical_version(model: Decoder) -> str:
     one's program is added."""
     portable = model.device.type != "cuda" or model.dtype == torch.float32
     version = PORTABLE if portable else of_tensor_cores()
-    return version if model.usual else f"{version}:wiring {Program.of_wiring(model).digest}"
+    if model.usual:
+        return version
+    from replaylens.engine.model.program import Program  # which most models have no need of
+
+    return f"{version}:wiring {Program.of_wiring(model).digest}"
 
 
 def arithmetic_of(model: Decoder) -> str:

@@ -35,6 +35,7 @@ from replaylens.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.weights import loading
 from tests.devices import swept
 from tests.engine.reference import Reference, decoder, differences, random_decoder, same_bits
+from tests.extras.test_graph import random_transcoders
 from tests.families import CORE, hugging_face
 from tests.gradients.reference import difference, of_decoder
 from tests.kernels.interpreted import served
@@ -157,7 +158,29 @@ def test_a_looped_model_is_its_unrolled_one(family: str) -> None:
 
 def replace_layer(engine: Engine) -> rl.Edit:
     """An edit of the second round."""
-    return rl.Edit(engine.sites.per_layer("C")[-1], "scale", factor=0.5, positions=[1])
+    return rl.Edit((engine.sites.per_layer("C") or engine.sites.per_layer("T"))[-1], "scale", factor=0.5, positions=[1])
+
+
+def test_attribution_graphs_are_those_of_the_unrolled_model() -> None:
+    graphs = [
+        rl.attribution_graph(Engine.load(model), PATH, random_transcoders(CONFIG.d_model, CONFIG.num_layers), PAIR)
+        for model in (made(Decoder), unrolled(made(Decoder)))
+    ]
+    ours, theirs = (graph.weights for graph in graphs)
+    assert ours.any() and same_bits(ours, theirs) and graphs[0].all_nodes == graphs[1].all_nodes
+
+
+@pytest.mark.slow
+def test_ranks_divide_them_once() -> None:
+    config = replace(CONFIG, d_model=128, num_heads=8, d_head=16, rotary_dim=16, d_mlp=512)
+    alone, divided = Engine.load(made(Decoder, config)), Engine.load(made(Decoder, config), ranks=2)
+    try:
+        panels = [x for module in divided.model.modules() for x in getattr(module, "panels", {}).values()]
+        assert len(panels) == 4 * 4 + 1, "four layers hold four products each"
+        assert same_bits(*(engine.prompt(PATH).generate(5).kv() for engine in (alone, divided)))
+        assert alone.fingerprint.weights == divided.fingerprint.weights
+    finally:
+        divided.ranks.close()
 
 
 def test_control_other_weights_in_the_second_round_are_other_bits() -> None:

@@ -20,7 +20,6 @@ from replaylens.engine.memory.cache import free_on
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder, LayerStage
 from replaylens.engine.model.layers import Packable
-from replaylens.engine.model.program import Program
 from replaylens.kernels.gpus import Gpu, gpu_of
 
 # ---- source ----------------------------------------------------------------------------------------------------------
@@ -220,11 +219,12 @@ class Filler:
             devices = [torch.device(each) for each in device]
             sizes = [sum(x.numel() for x in block.parameters()) for block in self.model.blocks]
             self.model.stages = divided(sizes, devices, [free_memory(each) for each in devices])
-            if not self.model.usual and not {s.first for s in self.model.stages} <= Program.of_wiring(self.model).entries:
-                raise UnsupportedModel(
-                    "This model's blocks read more than the residual stream that enters them, so they are not "
-                    "divided over devices. Give one device."
-                )
+            if not self.model.usual:
+                from replaylens.engine.model.program import Program
+
+                if not {stage.first for stage in self.model.stages} <= Program.of_wiring(self.model).entries:
+                    what = "blocks that read more than the residual stream that enters them"
+                    raise UnsupportedModel(f"A model with {what} is not divided over devices. Give one device.")
         self.packable = self.model.packable(self.device.split(":")[0]) if packed and dtype == torch.float32 else {}
         self.divider = None if isinstance(packed, bool) else packed
         self.divided = {} if self.divider is None else self.divider.packable(self.model)
