@@ -6,6 +6,7 @@ RECURRENT = "tests/gradients/test_recurrent.py"
 AUTOGRAD = "tests/gradients/test_gradients.py"
 WIRING = "tests/engine/test_wiring.py"
 
+GRAPH = "tests/extras/test_graph.py"
 GRADIENTS = (
     Mutant(
         "norm-without-its-scale",
@@ -246,5 +247,45 @@ GRADIENTS = (
         "if lost != lost:",
         "what parts of a logit difference miss is rounding, or the model is refused",
         ("tests/engine/test_wiring.py",),
+    ),
+    Mutant(
+        "columns-of-values-shifted",
+        "replaylens.extras.replacement",
+        "first, g, inner = sum(sizes[: given[0]])",
+        "first, g, inner = sum(sizes[1 : given[0]])",
+        "the gradient of values reaches the columns of the product that makes them",
+        (f"{GRAPH}::test_edges_agree_with_float64",),
+    ),
+    Mutant(
+        "site-passed-twice",
+        "replaylens.extras.replacement",
+        ".items() if times > 1]",
+        ".items() if times > 2]",
+        "two writes at one site are no node of a graph",
+        (f"{GRAPH}::test_a_site_that_is_passed_twice_is_named",),
+    ),
+    Mutant(
+        "linear-through-whole-numbers",
+        "replaylens.gradients.backward",
+        'if step.kind == "torch.to" and not self._flows(step.args[0]) else',
+        "if False else",
+        "what was rounded to whole numbers is no linear function of the stream",
+        (f"{GRAPH}::test_a_wiring_that_is_not_linear_is_named",),
+    ),
+    Mutant(
+        "held-product-of-two-values",
+        "replaylens.gradients.backward",
+        "if len(step.reads) == 1 and isinstance(value, Numbered) else None",
+        "if isinstance(value, Numbered) else None",
+        "a product of two values is not linear",
+        (f"{GRAPH}::test_a_wiring_that_is_not_linear_is_named",),
+    ),
+    Mutant(
+        "sinks-left-out-of-a-graph",
+        "replaylens.extras.replacement",
+        "pattern_of(q, k, spec, self.products, heads.sinks)",
+        "pattern_of(q, k, spec, self.products)",
+        "patterns of a graph leave a share to sinks",
+        (f"{GRAPH}::test_other_attentions_add_up",),
     ),
 )

@@ -33,7 +33,7 @@ from replaylens.engine.model.ops import SequenceOps, tapped
 from replaylens.engine.model.program import Recorder
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.placing import place_all
-from replaylens.extras import ranks, replacement
+from replaylens.extras import ranks
 from replaylens.gradients import backward
 from replaylens.workbench import dla
 from tests.engine.reference import Reference, differences, random_decoder
@@ -42,10 +42,8 @@ from tests.mixtures import mixture_config
 from tests.toy_model import SHAPE
 
 KINDS = (ModelConfig, Rope, Latent, MixtureConfig, Routing, MixerConfig)
-OF_MIXERS = {"ModelConfig.latent", "ModelConfig.mixer", "ModelConfig.parts", "Latent.*", "MixerConfig.*"}
 REFUSED = {
     # module: the fields that it does not handle
-    replacement: {f"ModelConfig.{name}" for name in ("sinks", "clip_qkv", "attn_gate")} | OF_MIXERS,
     ranks: set[str](),
 }
 CONFIG = ModelConfig(**SHAPE)  # type: ignore[arg-type]
@@ -153,7 +151,6 @@ def test_the_engine_runs_it() -> None:
 
 def refusals(engine: Engine) -> dict[str, tuple[type[Exception], Callable[[], object]]]:
     return {
-        "graph": (NoGradient, lambda: rl.attribution_graph(engine, PATH, [], PAIR)),
         "ranks": (UnsupportedModel, lambda: Engine.load(engine.model, ranks=2)),
         "ranks, once read": (UnsupportedModel, lambda: ranks.Ranks.take(None, engine.model)),  # type: ignore[arg-type]
     }
@@ -164,10 +161,6 @@ def test_what_does_not_know_it_refuses(what: str) -> None:
     error, call = refusals(Engine(looped(3)))[what]
     with pytest.raises(error, match=r"does not handle loops=3 of this model's config\. \w+"):
         call()
-    if what == "graph":
-        replacement.needed_values(looped(1))
-    elif "ranks" not in what:
-        refusals(Engine(looped(1)))[what][1]()  # once through every MLP is what all of them know
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -469,11 +462,15 @@ class _Again(Block):
         return tapped(tap, self.out_site, x)
 
 
-def test_what_writes_twice_is_two_parts() -> None:
+def again() -> Decoder:
     model = looped(1)
     for block in model.blocks:
         block.__class__ = _Again
-    found = {by: rl.dla(Engine(model), PATH, PAIR, by=by) for by in ("layer", "neuron")}  # type: ignore[arg-type]
+    return model
+
+
+def test_what_writes_twice_is_two_parts() -> None:
+    found = {by: rl.dla(Engine(again()), PATH, PAIR, by=by) for by in ("layer", "neuron")}  # type: ignore[arg-type]
     names = [part.name for part in found["layer"].parts]
     assert names[1:7] == ["L0 attention", "L0 MLP", "L0 MLP (2)", "L1 attention", "L1 MLP", "L1 MLP (2)"]
     neurons = [part for part in found["neuron"].parts if part.kind == "neuron"]

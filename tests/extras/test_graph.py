@@ -26,8 +26,10 @@ from replaylens.extras import attribution, replacement
 from replaylens.extras.graph import Graph, GraphDiff, Node
 from replaylens.features.features import SparseFeatures
 from replaylens.features.weights import FeatureConfig, FeatureWeights
+from replaylens.gradients.backward import Held
 from replaylens.weights.loading import load
 from tests.devices import swept
+from tests.engine.test_wiring import LINEAR, MODELS, WRITTEN, again, written
 from tests.families import hugging_face
 from tests.toy_model import engine, random_model
 
@@ -235,14 +237,18 @@ def test_sums_control(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "pattern":
         monkeypatch.setattr(replacement, "pattern_of", _flat_pattern)
     elif broken == "scale":
-        right = replacement.norm_factor
-        monkeypatch.setattr(replacement, "norm_factor", lambda x, *rest: right(x.roll(1, 0), *rest))
+        right = Held.scale
+        monkeypatch.setattr(Held, "scale", lambda *given: right(*given).roll(1, 0))
     elif broken == "value bias":
-        monkeypatch.setattr(replacement.ReplacementModel, "_bias", lambda *_: iter(()))
+        monkeypatch.setattr(replacement.ReplacementModel, "enters", lambda *_: None)
     else:
         prepare = attribution._Builder._prepare
-        monkeypatch.setattr(attribution._Builder, "_prepare", lambda self, i: (prepare(self, i), self.errors[i].zero_()))
+        monkeypatch.setattr(attribution._Builder, "_prepare", lambda self, i, s: (prepare(self, i, s), self.errors[i].zero_()))
     assert worst_gap(rl.attribution_graph(served, PATH, made, (3, 4))) > 1e-3
+
+
+WHOLLY = [name for name, function in LINEAR.items() if function is WRITTEN[name]]
+"""wirings whose blocks write a linear function of the stream besides"""
 
 
 class FrozenOps(SequenceOps):
@@ -273,12 +279,19 @@ class Leaves:
 
 @pytest.mark.parametrize(
     ("name", "cross"),
-    swept([("gpt2", False), ("gemma2", False), ("neox", False), ("gpt2", True)], ("gpt2", False), ("gemma2", False)),
+    swept(
+        [*((name, False) for name in ("gpt2", "gemma2", "neox", "minicpm3", *WHOLLY)), ("gpt2", True)],
+        ("gpt2", False),
+        ("gemma2", False),
+        ("turned and stacked", False),
+    ),
 )
 def test_edges_agree_with_float64(name: str, cross: bool) -> None:
     """Into the output and into features, against autograd through the decoder in float64. cross: a feature's edges are sums
     over the layers that it writes to, and an error is what all that write to its layer leave."""
-    served, model = Engine.load(hugging_face(name), check=False), load(hugging_face(name)).double()
+    made_by_hand = written(name) if name in WHOLLY else hugging_face(name)
+    served = Engine(made_by_hand) if isinstance(made_by_hand, Decoder) else Engine.load(made_by_hand, check=False)
+    model = (written(name) if name in WHOLLY else load(hugging_face(name))).double()
     layers = served.config.num_layers
     made = random_transcoders(served.config.d_model, layers, cross)
     writes = [served.sites.resolve(WRITE.format(layer)) for layer in range(layers)]
@@ -546,19 +559,46 @@ def test_json_has_what_was_kept() -> None:
     assert weights[first, len(found["nodes"]) - 1] == pytest.approx(graph.all_nodes[-1].value)
 
 
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "sinks=True": dict(sinks=True),
-    "clip_qkv=1.0": dict(clip_qkv=1.0),
-    "attn_gate=True": dict(attn_gate=True),
-    "latent": dict(latent=Latent(rank=14, d_value=5), num_kv_heads=4, rotary_dim=6),
-    "mixer, parts": dict(mixer=MixerConfig("conv", 3, 32), parts=("mixer mlp", "attn mlp")),
+UNSUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "values that are cut": ("torch.clamp", dict(clip_qkv=1.0)),
+    "gates": ("torch.mul", dict(attn_gate=True)),
+    "convolutions": ("torch.mul", dict(mixer=MixerConfig("conv", 3, 32), parts=("mixer mlp", "attn mlp"))),
 }
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
 def test_unsupported_models_are_named(what: str) -> None:
-    with pytest.raises(errors.NoGradient, match=f"does not handle {what} of this model's config"):
-        rl.attribution_graph(engine(random_model(**UNSUPPORTED[what])), PATH, [], (3, 4))
+    kind, shape = UNSUPPORTED[what]
+    with pytest.raises(errors.NoGradient, match=f"No gradient through {kind}, which this model's wiring asks for"):
+        rl.attribution_graph(engine(random_model(**shape)), PATH, random_transcoders(32, 2), (3, 4))
+
+
+def test_recurrent_layers_are_named() -> None:
+    served = Engine.load(hugging_face("falcon-h1"), check=False)
+    with pytest.raises(errors.NoGradient, match="No gradient through"):
+        rl.attribution_graph(served, PATH, random_transcoders(served.config.d_model, served.config.num_layers), (3, 4))
+
+
+@pytest.mark.parametrize(
+    "shape", [dict(sinks=True), dict(latent=Latent(rank=14, d_value=5), num_kv_heads=4, rotary_dim=6)], ids=["sinks", "latent"]
+)
+def test_other_attentions_add_up(shape: dict[str, Any]) -> None:
+    """Whose patterns leave a share to sinks, and whose keys are the values."""
+    served, made = engine(random_model(**shape)), random_transcoders(32, 2)
+    branch = served.prompt(PATH, sites=[each.site_in(served) for each in made])
+    assert worst_gap(rl.attribution_graph(served, branch, made, (3, 4)), branch, made) < 1e-6
+
+
+@pytest.mark.parametrize("what", [name for name in MODELS if name not in WHOLLY])
+def test_a_wiring_that_is_not_linear_is_named(what: str) -> None:
+    """Whatever writes to the stream besides attention and MLP, and is no linear function of it, once norms are held."""
+    with pytest.raises(errors.NoGradient, match=r"No gradient through [\w.]+( with \w+)?, which this model's wiring asks for"):
+        rl.attribution_graph(Engine(MODELS[what]()), PATH, random_transcoders(32, 2), (3, 4))
+
+
+def test_a_site_that_is_passed_twice_is_named() -> None:
+    with pytest.raises(errors.NoGradient, match=r"passes blocks\.0\.mlp\.hook_out twice"):
+        rl.attribution_graph(Engine(again()), PATH, random_transcoders(32, 2), (3, 4))
 
 
 def test_thinking_models_are_named() -> None:

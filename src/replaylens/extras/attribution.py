@@ -25,14 +25,7 @@ from replaylens.engine.model.text import Prompt
 from replaylens.engine.request.values import as_instance, as_int, as_list, integer, short_repr, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.extras.graph import Graph, Node, influence_of
-from replaylens.extras.replacement import (
-    Entering,
-    ReplacementModel,
-    blocks_of,
-    edited_sites,
-    needed_values,
-    require_place,
-)
+from replaylens.extras.replacement import ENTRY, Entering, ReplacementModel, mlp_sites, require_place
 from replaylens.features.features import SparseFeatures
 from replaylens.features.rows import FeatureRows
 from replaylens.gradients.attribution import paths_of
@@ -63,7 +56,7 @@ class FeatureLayer:
 def feature_layers(engine: Engine, transcoders: Sequence[SparseFeatures]) -> list[FeatureLayer]:
     """Transcoders by the layer that they read. Those that read the same site are one cross-layer transcoder: they must have the
     same encoder. BadRequest for sets that are not transcoders, or that do not fit together."""
-    blocks, found = blocks_of(engine.model), dict[int, FeatureLayer]()
+    found = dict[int, FeatureLayer]()
     written: dict[int, str] = {}
     given = [transcoders] if isinstance(transcoders, SparseFeatures) else as_list("transcoders", transcoders, "transcoders")
     for each in given:
@@ -74,8 +67,8 @@ def feature_layers(engine: Engine, transcoders: Sequence[SparseFeatures]) -> lis
         layer, target = layer_of(reads), layer_of(writes)
         if layer is None or target is None or target < layer:
             raise BadRequest(f"{features!r} does not write to its own layer or a later one.")
-        require_place(blocks[layer], layer, reads, None)
-        require_place(blocks[target], target, None, writes)
+        require_place(engine.sites, layer, reads, None)
+        require_place(engine.sites, target, None, writes)
         own = found.setdefault(layer, FeatureLayer(layer, reads, features, {}))
         if own.reads != reads or not _same_encoder(own.encoder, features):
             raise BadRequest(
@@ -135,17 +128,17 @@ class _Builder:
         ]
         """(layer, position, feature) of each column"""
         self.values = torch.cat([found.values for found in self.rows])
-        n, layers = self.model.num_rows, len(self.model.layers)
+        n, layers = self.model.num_rows, self.model.num_layers
         self.token_column = self.first[-1] + layers * n
         self.edit_column = {site: self.token_column + n * (1 + i) for i, site in enumerate(self.model.edits)}
         self.bias_column = self.token_column + n * (1 + len(self.model.edits))
-        for layer in range(layers):
-            self._prepare(layer)
+        for layer, site in self.model.writes.items():
+            self._prepare(layer, site)
 
-    def _prepare(self, layer: int) -> None:
+    def _prepare(self, layer: int, site: str) -> None:
         """Mutates: what is written to a layer, and its error."""
-        products = self.model.products
-        left = self.model.written(self.model.layers[layer].write).clone()
+        products = self.model.host
+        left = self.model.written(site).clone()
         bias = left.new_zeros(left.shape[1])
         own = [(i, each.writers[layer][1]) for i, each in enumerate(self.sets) if layer in each.writers]
         for position in range(self.model.num_rows):
@@ -171,16 +164,16 @@ class _Builder:
         out = torch.zeros(len(chosen), self.bias_column + 1, dtype=torch.float32)
         order = sorted(range(len(chosen)), key=lambda i: (targets.positions[chosen[i]], -targets.layers[chosen[i]]))
         while order:
-            position = targets.positions[chosen[order[0]]]
+            place = lambda i: (targets.positions[chosen[i]], targets.layers[chosen[i]])  # noqa: E731
+            position, layer = place(order[0])
             room = CHUNK_BYTES // (4 * (position + 1) * self.model.width) or 1
-            some = [i for i in order[:room] if targets.positions[chosen[i]] == position]
+            some = [i for i in order[:room] if place(i) == (position, layer)]
             numbers, order = [chosen[i] for i in some], order[len(some) :]
             directions = torch.stack([targets.directions(number) for number in numbers])
             found = out.new_zeros(len(some), out.shape[1])
             found[:, self.bias_column] = targets.constants[numbers]
-            for entering in self.model.pull(position, [targets.layers[number] for number in numbers], directions):
-                part = found[entering.first : entering.first + len(entering.gradient)]
-                self._enter(part, entering)
+            for entering in self.model.pull(position, layer, directions):
+                self._enter(found, entering)
             out[some] = found
         return out
 
@@ -305,16 +298,16 @@ def attribution_graph(
         raise NoGradient("No gradient flows through thoughts, so there is no attribution graph of them. Use a plain model.")
     if engine.runner.device != "cpu":
         raise NoGradient("An attribution graph is computed on a CPU only. Load the engine with device='cpu'.")
-    needed = needed_values(engine.model)
     sets = feature_layers(engine, transcoders)
-    seen, certified = _seen(engine, text, needed | {own.reads for own in sets})
-    writes = {layer: site for own in sets for layer, (site, _) in own.writers.items()}
+    writes = {layer: mlp_sites(engine.sites, layer)[1][0] for layer in engine.config.layers_with("mlp")}
+    writes |= {layer: site for own in sets for layer, (site, _) in own.writers.items()}
+    seen, certified = _seen(engine, text, {ENTRY, *writes.values(), *(own.reads for own in sets)})
     with torch.inference_mode(), modes.canonical():
         model = engine.lock.alone(lambda: ReplacementModel(seen, {own.layer: own.reads for own in sets}, writes))
         rows = [own.encoder.encode(model.value(own.reads)) for own in sets]
         builder = _Builder(model, sets, rows)
         likely = seen.logits.double().softmax(-1)
-        outputs = _outputs(engine, model.logits, likely, metric)
+        outputs = _outputs(engine, model.last_logits, likely, metric)
         chosen, edges = _selected(builder, _targets(builder, outputs), outputs.shares, most)
     digests = (engine.fingerprint.digest, *sorted(each.digest for own in sets for _, each in own.writers.values()))
     return _graph(engine, builder, seen.tokens, outputs, chosen, edges, digests, certified)
@@ -324,11 +317,10 @@ def _seen(engine: Engine, text: Prompt | Branch, needed: set[str]) -> tuple[Tape
     """The pass with the values of these sites, and whether its bits are promised."""
     in_order = lambda sites: tuple(site for site in engine.sites.in_order() if site in sites)  # noqa: E731
     if not isinstance(text, Branch):
-        return tape_of(engine, paths_of(engine, text)[0], (), in_order(needed), backward=False), True
+        return tape_of(engine, paths_of(engine, text)[0], (), in_order(needed)), True
     if text.engine is not engine:
         raise BadRequest("The branch belongs to another engine. Give its own engine, or a prompt.")
-    edited = edited_sites(engine.model) & {edit.site for edit in text.lane.edits}
-    return tape(text, in_order(needed | edited), backward=False), text.certified
+    return tape(text, in_order(needed | {edit.site for edit in text.lane.edits})), text.certified
 
 
 def _targets(builder: _Builder, outputs: _Outputs) -> _Targets:
@@ -346,7 +338,7 @@ def _targets(builder: _Builder, outputs: _Outputs) -> _Targets:
         return encoders[layer][feature]
 
     positions = [position for _, position, _ in entries] + [last] * count
-    layers = [layer for layer, _, _ in entries] + [len(model.layers)] * count
+    layers = [layer for layer, _, _ in entries] + [model.num_layers] * count
     return _Targets(positions, layers, direction, torch.cat([biases, constants]))
 
 
@@ -361,7 +353,7 @@ def _graph(
     certified: bool,
 ) -> Graph:
     """The columns of chosen features and of all else, with those of other features as one."""
-    text, n, layers = words(engine, tokens), len(tokens), len(builder.model.layers)
+    text, n, layers = words(engine, tokens), len(tokens), builder.model.num_layers
     nodes = [Node("feature", l, p, f, text[p], float(builder.values[i])) for i in chosen for l, p, f in [builder.entries[i]]]
     nodes += [Node("error", layer, p, None, text[p], 0.0) for layer in range(layers) for p in range(n)]
     nodes += [Node("token", None, p, token, text[p], 0.0) for p, token in enumerate(tokens)]

@@ -11,6 +11,7 @@ of a CPU have them on every machine. They are float32, whatever the dtype of the
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import EllipsisType
 from typing import Any
 
@@ -347,12 +348,25 @@ class Held(Backward):
     A product of two values has no rule, nor has a function of one.
     """
 
+    @cached_property
+    def makers(self) -> dict[int, Operation]:
+        """Number -> the step that it is a result of."""
+        return {out: step for step in self.recorder.steps for out in step.outs}
+
+    def logits(self, number: int) -> tuple[int, bool]:
+        """The number of the logits [rows, vocab] that a pass results in, or of what their softcap reads; and whether it is
+        that."""
+        while (step := self.makers[number]).kind == "torch.__getitem__":  # the last row
+            number = step.reads[0]
+        return (step.reads[0], True) if step.kind == "softcap" else (number, False)
+
     def rule(self, step: Operation) -> Callable[..., Flowing] | None:
         if step.kind in _SCALED:  # by what no step made
             value = step.args[0] if step.kind in _torch("div", "__truediv__") else Numbered(step.reads[0])
             return RULES[step.kind] if len(step.reads) == 1 and isinstance(value, Numbered) else None
-        by_tensor = step.kind == "torch.__getitem__" and any(isinstance(x, Tensor | Numbered) for x in leaves(step.args[1]))
-        return None if by_tensor else HELD.get(step.kind)  # rows in another order
+        if step.kind == "torch.__getitem__" and any(isinstance(x, Tensor | Numbered) for x in leaves(step.args[1])):
+            return None  # rows in another order
+        return None if step.kind == "torch.to" and not self._flows(step.args[0]) else HELD.get(step.kind)
 
     def shape(self, x: Numbered) -> tuple[int, ...]:
         """Of a gradient of it."""
@@ -400,7 +414,7 @@ class Held(Backward):
 
     def scale(self, step: Operation) -> Tensor:
         """What a norm multiplies rows by: [..., 1]"""
-        x, norm = map(self, step.args)
+        x, norm = self.wide(self.recorder.values[step.args[0].number]), step.args[1]
         x = x - self.products.total(x) / x.shape[-1] if norm.kind == "layer" else x
         return by.norm_factor(x, norm, self.products)
 

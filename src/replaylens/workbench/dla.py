@@ -224,7 +224,6 @@ class _Writes(Held):
         super().__init__(model, recorder, (), frozenset((_ENTRY,)), _Float64())  # type: ignore[arg-type]
         self.tokens = [right, wrong]
         self.layer: int | None = None
-        self.makers = {out: step for step in recorder.steps for out in step.outs}
         self.stream = set(recorder.steps[0].outs)
         for step in recorder.steps:
             if any(x.number in self.stream for x in self._carried(step)):
@@ -258,12 +257,6 @@ class _Writes(Held):
             else:  # what writes twice is two parts
                 named.append(part if seen[part.name] == 1 else part._replace(name=f"{part.name} ({seen[part.name]})"))
         return [*named, LogitPart("final bias", "final bias", None, None, last)]
-
-    def logits(self, number: int) -> tuple[int, bool]:
-        """The number of the logits [1, vocab], or of what their softcap reads; and whether they have one."""
-        while (step := self.makers[number]).kind == "torch.__getitem__":  # the last row
-            number = step.reads[0]
-        return (step.reads[0], True) if step.kind == "softcap" else (number, False)
 
     def bound(self) -> float:
         """The most that rounding can remove, after `parts`: each sum of n terms is off by at most n roundings of the sizes of
