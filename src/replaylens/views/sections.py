@@ -125,7 +125,7 @@ def _swept(report: Report) -> str:
     before = cell["position"] in BEFORE
     if task in tasks.names() and cell["label"] == tasks.get(task).state_label:
         subject = f"The model's {'next ' * before}answer"
-    read = _READ[cell["verdict"]] if cell["verdict"] in _READ else "is not shown to be readable"
+    read = _READ.get(cell["verdict"], "is not shown to be readable")
     scored = "is right in {:.0%} of cases" if cell["metric"] == "accuracy" else f"scores {{:.2f}} ({cell['metric']})"
     known = [
         (float(cell[name]), name.replace("_", " ").replace("untrained", "an untrained model"))
