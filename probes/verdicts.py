@@ -245,7 +245,7 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
         error = np.nan if _missing(high) or _missing(low) else (high - low) / 2 / stats.norm.ppf((1 + LEVEL) / 2)
     else:
         value, error = (np.nan if _missing(line.get(name)) else line[name] for name in ("margin_value", "margin_error"))
-    cells = int(line.get("cells") or 1)
+    cells = 1 if _missing(line.get("cells")) else int(line["cells"])
     return decide(1.0, value, upper, error, groups, cells=cells, bound=bound, decided_by=which)
 
 

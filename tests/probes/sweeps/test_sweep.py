@@ -702,7 +702,7 @@ def test_a_sweep_in_words() -> None:
         ({"p_family": None}, ("undecided", "no test")),
         ({"p_family": None, "high_family": 0.59}, ("below", "no test")),
         ({"p_family": 0.0501}, ("undecided", "p_family")),
-        ({"p_family": 0.0501, "high_family": 0.6}, ("undecided", "p_family")),
+        ({"p_family": 0.0501, "high_family": 0.61}, ("undecided", "p_family")),
         ({"p_family": 0.0501, "high_family": 0.59}, ("below", "p_family")),
         ({"p_family": 0.0501, "high_family": 0.59, "shuffled": 0.48}, ("undecided", "p_family")),
         ({"p_family": 0.0501, "high_family": 0.59, "bound": 0.05}, ("undecided", "p_family")),
