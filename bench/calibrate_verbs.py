@@ -4,7 +4,8 @@ One table, of docs/results.md. *Error*: the share of calls that show anything (o
 whole family of the call; nominal 5 %. *Coverage*: how often the interval of the planted cell, which holds jointly for all cells
 of its call, holds the mean of its scores (nominal 95 % at least). *Power*: how often the planted cell is shown, next to a plain
 test of that cell alone. The same simulations give coverage and power. Verbs that need a model are called from where their
-numbers are compared; the others as users call them. `--rows FILE` takes real activations, an npz of arrays [rows, width].
+numbers are compared; the others as users call them. `--rows FILE` takes real activations, an npz of arrays [rows, width];
+`--rows coin-plain` makes those of 170 prompts.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +35,8 @@ from replaylens.probes.sweeps import sweep
 from replaylens.probes.verdicts import INVERTED, SHOWN
 from tests.probes.synthetic import labelled_rows
 
-RESULT = Path("bench/results/calibration_verbs.json")
+RESULT, PAGE = Path("bench/results/calibration_verbs.json"), Path("docs/results.md")
+MARK, END = "<!-- verdicts: written by python -m bench.calibrate_verbs --page -->", "<!-- verdicts end -->"
 AIM, COVERS = (0.03, 0.065), (0.93, 1.0)
 CHUNK = 50
 """simulations of a task; equal whatever the number of processes, so that equal calls give equal tables"""
@@ -93,6 +96,19 @@ def real_rows(file: str) -> np.ndarray:
     """[cells, rows, width] in float64."""
     with np.load(file, allow_pickle=False) as kept:
         return np.stack([kept[name] for name in sorted(kept.files)]).astype(np.float64)
+
+
+def made_rows(folder: Path, model: str = "coin-plain", count: int = 170, width: int = 64) -> str:
+    """A file of real activations: the residual stream of a packaged model at the query of as many prompts, by layer."""
+    from replaylens import Engine, tasks
+    from replaylens.probes.groups import distinct
+
+    run = Engine.load(model).replay(tasks.get("coin")(flips=(2, 5)).examples(300), sites="S", rejected=False)
+    rows = distinct(ProbeRows.of(run).accepted().at("query"))
+    rows = rows.where(np.arange(len(rows)) < count)
+    arrays: dict[str, Any] = {f"S{layer}": rows.matrix("S", layer)[:, :width] for layer in range(1, 5)}
+    np.savez_compressed(folder / "rows.npz", allow_pickle=False, **arrays)
+    return str(folder / "rows.npz")
 
 
 def activations(random: np.random.Generator, cells: int, rows: int, width: int, real: bool = False) -> np.ndarray:
@@ -415,6 +431,17 @@ CHANGES = 0.2
 """share of the simulations of change points, whose hundred orders take a quarter of a second"""
 
 
+def paged(page: str, found: dict[str, Any]) -> str:
+    """The page with the table of a run."""
+    lines = []
+    for each in found["verbs"]:
+        held = each.pop("held")
+        lines.append(Line(**each | {"aim": tuple(each["aim"])}))
+        assert lines[-1].held == held
+    before, rest = page.split(MARK + "\n")
+    return f"{before}{MARK}\n{table(lines)}\n{END}{rest.split(END)[1]}"
+
+
 def measure(simulations: int, jobs: int, file: str | None = None, only: str = "") -> Iterator[Line]:
     """The lines, as they are done."""
     if file is not None:
@@ -460,15 +487,22 @@ def main() -> None:
     parser.add_argument("--rows", help="an npz of real activations, arrays [rows, width], one for each cell")
     parser.add_argument("--only", default="", help="verbs whose name holds this")
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--page", action="store_true", help="only write the table of the last run into docs/results.md")
     options = parser.parse_args()
+    if options.page:
+        PAGE.write_text(paged(PAGE.read_text(encoding="utf-8"), json.loads(RESULT.read_text())), encoding="utf-8")
+        return
     started, lines = time.monotonic(), []
-    for line in measure(options.simulations, options.jobs, options.rows, options.only):
+    folder = TemporaryDirectory()
+    file = made_rows(Path(folder.name)) if options.rows == "coin-plain" else options.rows
+    for line in measure(options.simulations, options.jobs, file, options.only):
         lines.append(line)
         cover = "" if line.coverage is None else f"{line.coverage:.3f}"
         numbers = f"{line.error:.3f} {cover:5} {line.power:.2f} {line.plain or 0:.2f} {line.simulations:5} {line.seconds:.0f} s"
         print(f"{line.verb:45} {numbers}", flush=True)
         about = {"seconds": round(time.monotonic() - started), "jobs": options.jobs, "simulations": options.simulations}
         options.out.write_text(json.dumps(about | {"verbs": [asdict(each) for each in lines]}, indent=1) + "\n")
+    folder.cleanup()
     print(table(lines), f"\n{round(time.monotonic() - started)} seconds")
 
 
