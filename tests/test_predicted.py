@@ -218,7 +218,8 @@ def test_the_summary_of_a_table() -> None:
     ])  # fmt: skip
     lines = summarise(table, {"permutations": 99})
     assert lines[0] == (
-        "Shown: face at step (ridge): cells 2 of 3 shown, 1 of 3 undecided; best accuracy 0.900 [0.800, 0.950] at S2, best control 0.600 (untrained), "
+        "Shown: face at step (ridge): cells 2 of 3 shown, 1 of 3 undecided; best accuracy 0.900 [0.800, 0.950] at S2, best "
+        "control 0.600 (untrained), "
         "without token identity and bag of tokens and control task, p = 0.030 over the grid (permutation; 90 rows, 80 distinct "
         "of 30 groups)."
     )

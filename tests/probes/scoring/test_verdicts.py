@@ -186,3 +186,60 @@ def test_an_estimator_that_is_not_fitted_again_has_no_p() -> None:
     assert again.lines[0]["test"] == "refitted permutation" and again.lines[0]["verdict"] == SHOWN
     line = without.lines[0]
     assert line["p"] is line["p_family"] is line["test"] is None and line["verdict"] == UNDECIDED and "no p" in without.text()
+
+
+# ---- monitors -----------------------------------------------------------------------------------------------------------
+
+
+def texts(random: np.random.Generator, count: int, bump: float = 0.0) -> list[np.ndarray]:
+    """Scores of the tokens of texts of 10 to 40 tokens, of which one is higher."""
+    found = [random.normal(size=random.integers(10, 40)) for _ in range(count)]
+    for each in found:
+        each[random.integers(len(each))] += bump
+    return found
+
+
+def test_an_alarm_is_one_of_a_whole_text() -> None:
+    """One token tells: the maximum is chosen, on training texts alone. Texts without cause give an alarm at the promised rate,
+    and its interval holds what fresh texts show."""
+    from replaylens.probes.probe import make_alarm
+
+    random, rates = np.random.default_rng(0), []
+    for _ in range(40):
+        alarm = make_alarm([*texts(random, 20), *texts(random, 20, 6.0)], [False] * 20 + [True] * 20, texts(random, 99), 0.05)
+        fresh = np.mean([alarm.score(each) > alarm.threshold for each in texts(random, 400)])
+        rates.append((fresh, alarm.low <= fresh <= alarm.high))
+        assert alarm.pooling == "max" and alarm.rate == 0.05 and np.isclose(alarm.low, 0.0165, atol=1e-3)
+    means, held = np.mean(rates, axis=0)
+    assert 0.035 < means < 0.065 and held > 0.85
+    assert str(alarm).endswith("as in 5.0 % of texts without cause [1.6, 10.1], by 99 held out")
+    shifted = [each + 1.0 for each in texts(random, 20)]
+    assert make_alarm([*texts(random, 20), *shifted], [False] * 20 + [True] * 20, texts(random, 99)).pooling == "mean"
+
+
+def test_alarms_that_cannot_be_set() -> None:
+    from replaylens.probes.errors import BadRows, OneClass, ProbeError
+    from replaylens.probes.probe import make_alarm
+
+    random = np.random.default_rng(0)
+    known, kinds = texts(random, 4), [True, False, True, False]
+    with pytest.raises(BadRows, match=r"10 held-out texts cannot show a rate of 0\.05. Give at least 19"):
+        make_alarm(known, kinds, texts(random, 10))
+    with pytest.raises(OneClass, match="Give texts of both kinds"):
+        make_alarm(known, [True] * 4, texts(random, 30))
+    with pytest.raises(ProbeError, match=r"rate=1\.5 is no share"):
+        make_alarm(known, kinds, texts(random, 30), 1.5)
+    with pytest.raises(BadRows, match="scores of negatives has NaN"):
+        make_alarm(known, kinds, [np.array([np.nan])])
+    with pytest.raises(BadRows, match="no scores of texts"):
+        make_alarm(known, kinds, [np.zeros((3, 2))])
+
+
+def test_a_sink_does_not_flatten_the_picture() -> None:
+    from replaylens.probes.probe import TokenScores
+
+    scores = np.array([80.0, 1.0, -1.0, 0.5])
+    low, high = TokenScores("face", ("a", "b"), [list("wxyz")], [scores]).plot().axes[0].get_ylim()
+    assert -2 < low < high < 2
+    low, high = TokenScores("face", ("a", "b"), [list("wxyz")], [scores.clip(max=3)]).plot().axes[0].get_ylim()
+    assert high > 3, "negative control: a first token like others is drawn"
