@@ -241,7 +241,7 @@ def answered(random: np.random.Generator, effect: float, real: bool = False) -> 
 def told_by(random: np.random.Generator, effect: float, real: bool = False) -> Told:
     """A number that two columns explain in part, and one of four cells beyond them."""
     x, simple = activations(random, 4, 80, 8, real), random.normal(size=(80, 2))
-    y = simple[:, 0] + effect * x[0, :, 0] / x[0, :, 0].std() + random.normal(size=80)
+    y = 0.5 * simple[:, 0] + effect * x[0, :, 0] / x[0, :, 0].std() + random.normal(size=80)
     rows = labelled_rows(x, np.repeat(np.arange(40), 2), y)
     lines = forced.explained(rows, rows.target("label"), {"known": simple}, rows.cells("S"), 5, int(random.integers(1000)))
     return of_lines(lines)
@@ -355,10 +355,10 @@ def verbs() -> tuple[Verb, ...]:
         Verb("sweep, AUROC", f"{EXCHANGE} 3 cells", partial(swept, metric="auroc"), 1.1),
         Verb("sweep, 24 beginnings with 4 endings", f"{EXCHANGE} 2 cells, 24 groups", alike, 2.2, plain="permutation, 24 rows"),
         Verb("transfer", f"{SIGNS} 2 cells, for each of 6 controls", drafted, 2.0, BELOW),
-        Verb("transfer_across", f"{SIGNS} 2 cells, for each of 3 controls", crossed, 1.5, BELOW),
+        Verb("transfer_across", f"{SIGNS} 2 cells, for each of 3 controls", crossed, 3.0, BELOW),
         Verb("text_or_truth", f"{SIGNS} 16 cells, two-sided", sided, 0.3, share=0.5, plain="t"),
-        Verb("viable_branch", f"{SIGNS} 4 cells and 2 sides", answered, 1.0),
-        Verb("outcome_at_fork", f"{SIGNS} 4 cells", told_by, 0.9, BELOW, share=0.5),
+        Verb("viable_branch", f"{SIGNS} 4 cells and 2 sides", answered, 1.4),
+        Verb("outcome_at_fork", f"{SIGNS} 4 cells", told_by, 1.2, BELOW, share=0.5),
         Verb("judge", f"{SIGNS} 4 cells", judged, 1.0, BELOW),
         Verb("steer, ablate, interchange", f"{SIGNS} 1, and 8 random directions", steered, 0.4, plain="t"),
         Verb("steering_reach", f"{SIGNS} 8 places", partial(steered, tests=8), 0.5, plain="t"),
@@ -368,10 +368,10 @@ def verbs() -> tuple[Verb, ...]:
         real: list[tuple[str, str, Draw, float, tuple[float, float]]] = [
             ("sweep, ridge", f"{EXCHANGE} 3 cells", swept, 1.5, AIM),
             ("transfer", f"{SIGNS} 2 cells, for each of 6 controls", drafted, 2.5, BELOW),
-            ("transfer_across", f"{SIGNS} 2 cells, for each of 3 controls", crossed, 2.0, BELOW),
+            ("transfer_across", f"{SIGNS} 2 cells, for each of 3 controls", crossed, 3.0, BELOW),
             ("text_or_truth", f"{SIGNS} 16 cells, two-sided", sided, 0.3, AIM),
             ("viable_branch", f"{SIGNS} 4 cells and 2 sides", answered, 1.5, AIM),
-            ("outcome_at_fork", f"{SIGNS} 4 cells", told_by, 0.9, BELOW),
+            ("outcome_at_fork", f"{SIGNS} 4 cells", told_by, 1.2, BELOW),
             ("judge", f"{SIGNS} 4 cells", judged, 1.5, BELOW),
         ]
         found += [Verb(f"{n}, real activations", f, partial(d, real=True), e, a, share=0.25) for n, f, d, e, a in real]  # type: ignore[call-arg]

@@ -113,7 +113,7 @@ def needed(value: float, error: float, groups: float, cells: int = 1, bound: flo
     """How many groups tell an effect of this size from 0, or from the bound, whichever is farther: its error falls as one over
     the root of their number. To two digits."""
     away = max(value, bound - value)
-    if not (np.isfinite(error) and np.isfinite(away)) or error <= 0 or away <= 0:
+    if not np.isfinite([error, away, groups]).all() or error <= 0 or away <= 0:
         return None
     reach = stats.norm.isf(ERROR / max(cells, 1)) + stats.norm.ppf(POWER)
     count = max(groups * (reach * error / away) ** 2, groups + 1)

@@ -194,7 +194,7 @@ def _opening_table(cells: Sequence[Mapping[str, Any]]) -> Markup:
 def _line(cell: Mapping[str, Any], controls: Sequence[str]) -> list[str]:
     score = f"{cell['metric']} {cell['accuracy']:.3f} [{cell['low']:.3f}, {cell['high']:.3f}]"
     against = [f"{cell[name]:.3f}" if _known(cell.get(name)) else "" for name in controls]
-    verdict = word(str(verdict_of(cell) or ""))
+    verdict = word(str(cell["verdict"]))
     return [cell["label"], str(cell["position"]), cell["estimator"], _where(cell), score, *against, verdict]
 
 
