@@ -266,12 +266,14 @@ def judged(random: np.random.Generator, effect: float, real: bool = False) -> To
 
 
 def steered(random: np.random.Generator, effect: float, tests: int = 1, nats: bool = False) -> Told:
-    """40 prompts; a direction flips answers as 8 random ones do, prompts and directions differing, or more by the effect."""
+    """40 prompts; a direction flips answers as 8 random ones do, prompts and directions differing, or by the effect more than
+    their mean."""
     roots = np.array([f"r{number}" for number in range(40)])
     ease = random.normal(size=40)
 
     def play(more: float) -> Effect:
-        pull = 0.3 * (ease + 0.5 * random.normal() + random.normal(size=40)) + more
+        of_direction = 0.0 if more else 0.5 * random.normal()  # the planted one is given: its interval is of it alone
+        pull = 0.3 * (ease + of_direction + random.normal(size=40)) + more
         return Effect((pull > 0.3).astype(float), pull)
 
     asked = [Difference(f"{i}", play(effect * (i == 0)), [play(0.0) for _ in range(8)], roots) for i in range(tests)]
@@ -352,14 +354,14 @@ def verbs() -> tuple[Verb, ...]:
     found = [
         Verb("sweep, ridge", f"{EXCHANGE} 3 cells", swept, 1.1, plain="permutation"),
         Verb("sweep, lda", f"{EXCHANGE} 2 cells", partial(swept, estimator="lda", **LDA), 1.1, share=0.1, plain="permutation"),
-        Verb("sweep, AUROC", f"{EXCHANGE} 3 cells", partial(swept, metric="auroc"), 1.1),
+        Verb("sweep, AUROC", f"{EXCHANGE} 3 cells", partial(swept, metric="auroc"), 1.1, share=0.5),
         Verb("sweep, 24 beginnings with 4 endings", f"{EXCHANGE} 2 cells, 24 groups", alike, 2.2, plain="permutation, 24 rows"),
         Verb("transfer", f"{SIGNS} 2 cells, for each of 6 controls", drafted, 2.0, BELOW),
         Verb("transfer_across", f"{SIGNS} 2 cells, for each of 3 controls", crossed, 3.0, BELOW),
         Verb("text_or_truth", f"{SIGNS} 16 cells, two-sided", sided, 0.3, share=0.5, plain="t"),
         Verb("viable_branch", f"{SIGNS} 4 cells and 2 sides", answered, 1.4),
         Verb("outcome_at_fork", f"{SIGNS} 4 cells", told_by, 1.2, BELOW, share=0.5),
-        Verb("judge", f"{SIGNS} 4 cells", judged, 1.0, BELOW),
+        Verb("judge", f"{SIGNS} 4 cells", judged, 1.8, BELOW, share=0.5),
         Verb("steer, ablate, interchange", f"{SIGNS} 1, and 8 random directions", steered, 0.4, plain="t"),
         Verb("steering_reach", f"{SIGNS} 8 places", partial(steered, tests=8), 0.5, plain="t"),
         Verb("amnesic", f"{SIGNS} 4 erasers, answers and nats", partial(steered, tests=4, nats=True), 0.5, plain="t"),
@@ -372,7 +374,7 @@ def verbs() -> tuple[Verb, ...]:
             ("text_or_truth", f"{SIGNS} 16 cells, two-sided", sided, 0.3, AIM),
             ("viable_branch", f"{SIGNS} 4 cells and 2 sides", answered, 1.5, AIM),
             ("outcome_at_fork", f"{SIGNS} 4 cells", told_by, 1.2, BELOW),
-            ("judge", f"{SIGNS} 4 cells", judged, 1.5, BELOW),
+            ("judge", f"{SIGNS} 4 cells", judged, 1.8, BELOW),
         ]
         found += [Verb(f"{n}, real activations", f, partial(d, real=True), e, a, share=0.25) for n, f, d, e, a in real]  # type: ignore[call-arg]
     for n, (f, null, planted) in FORKED.items():
