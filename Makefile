@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint type bench notebooks soak mutants calibrate slow cluster gpu gpus smollm2 peers evals pictures docs clean
+.PHONY: demo test lint type bench notebooks soak mutants calibrate calibrate-all slow cluster gpu gpus smollm2 peers evals pictures docs clean
 
 demo: $(STAMP)
 	$(BIN)/replaylens demo
@@ -45,6 +45,10 @@ mutants: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.mutants --jobs 2
 
 calibrate: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.calibrate_verbs --rows coin-plain
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.calibrate_verbs --page
+
+calibrate-all: calibrate
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.calibrate
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.calibrate_forks
 

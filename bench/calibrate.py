@@ -1,4 +1,4 @@
-"""`python -m bench.calibrate` (`make calibrate`): error rates, coverage and power of the probes' verdicts, by simulation.
+"""`python -m bench.calibrate` (`make calibrate-all`): error rates, coverage and power of the probes' verdicts, by simulation.
 
 Everything goes through the functions that users call. A setting of pure noise shows how often a sweep finds something where
 there is nothing (family-wise error, nominal 5 %), one of known truth how often an interval holds it (nominal 95 %), one of a

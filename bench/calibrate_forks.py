@@ -1,4 +1,4 @@
-"""`python -m bench.calibrate_forks` (part of `make calibrate`): error rates, coverage, power and bias of what forks decide.
+"""`python -m bench.calibrate_forks` (part of `make calibrate-all`): error rates, coverage, power and bias of what forks decide.
 
 Everything goes through the functions that users call. `error`: how often something is shown where nothing is (nominal: at most
 5 %, over the whole family of a call); `coverage`: how often an interval holds the truth (nominal: at least 95 %); `power`: how

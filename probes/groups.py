@@ -126,8 +126,8 @@ INDEPENDENT = "independent"
 
 def alike(rows: ProbeRows) -> np.ndarray:
     """[rows]: a value for each row, equal for rows of texts that begin alike. Of tasks, whose prompts are independent draws,
-    and of rows without tokens, rows of one root alone."""
-    if rows.about.task is not None and not rows.about.of_texts:
+    of rows whose caller gave keys, and of rows without tokens, rows of one root alone."""
+    if "key" in rows.frame or (rows.about.task is not None and not rows.about.of_texts):
         return rows.roots
     paths = histories(rows)
     if paths is None:
@@ -340,6 +340,8 @@ def _rule(rows: ProbeRows, groups: str | None, roots: int, texts: int) -> str:
         return f"{same}; all others were taken as independent on request, whatever their texts share"
     if groups is not None:
         return f"{same}, and so are those of one {groups!r}"
+    if rows.about.task is None and "key" in rows.frame:
+        return "prompts that share a given key are one"
     if rows.about.task is not None and not rows.about.of_texts:
         return f"{same}; prompts of a task are independent draws"
     if histories(rows) is None:

@@ -242,26 +242,38 @@ def ratio_over_groups(
     size, rows = effective_groups(below[0]), len(groups)
     error = _errors(above, below, value, folds)
     if least == 0:
-        shown = error / cross_validation(folds)  # by the groups
-        error = np.array([e * cross_validation(folds, _answers(v, e, size, rows)) for v, e in zip(value, shown, strict=True)])
-        return [_share(v, e, size, rows, level) for v, e in zip(value, error, strict=True)]
+        counts = _answers(above, below, value, size, rows)
+        return [_share(v, n, cross_validation(folds, n), size, rows, level) for v, n in zip(value, counts, strict=True)]
     reach = stats.t.ppf((1 + level) / 2, size - 1) * error
     return [Estimate(float(v), float(v - r), float(min(v + r, 1.0)), level) for v, r in zip(value, reach, strict=True)]
 
 
-def _answers(value: float, error: float, groups: float, rows: int) -> float:
-    """How many independent answers have this standard error of a share; if all agree, one for each group."""
-    spread = value * (1 - value)
-    return min(spread / error**2 if error > 0 and spread > 0 else float(groups), float(rows))
+_TRUST = 3.0
+"""groups' worth of belief that a group is right or wrong as a whole, against what the groups show of it"""
 
 
-def _share(value: float, error: float, groups: float, rows: int, level: float) -> Estimate:
-    """A share with its interval: as many independent answers as would have this standard error (Korn and Graubard, Survey
-    Methodology 24, 1998), then Jeffreys' interval for them. If all rows agree, each group counts as one answer."""
-    spread = value * (1 - value)
-    count = spread / error**2 if error > 0 and spread > 0 else float(groups)
+def _answers(above: np.ndarray, below: np.ndarray, value: np.ndarray, groups: float, rows: int) -> np.ndarray:
+    """[cells]: how many independent answers each share is worth, from sums per group [cells, groups].
+
+    The number that would have the variance that the groups show. Where few groups make it up, as where all but one row are
+    right, it is drawn towards one answer a group, which it is where all agree: one error leaves the interval nearly as it is.
+    """
+    away = ((above - value[:, None] * below) / below.sum(1)[:, None]) ** 2
+    shown = groups / (groups - 1) * away.sum(1)
+    heard = np.divide(away.sum(1) ** 2, (away**2).sum(1), out=np.zeros(len(value)), where=shown > 0)
+    one_each = value * (1 - value) / groups
+    variance = (heard**2 * shown + _TRUST**2 * one_each) / (heard**2 + _TRUST**2)
+    counts = np.divide(value * (1 - value), variance, out=np.full(len(value), float(groups)), where=shown > 0)
+    return np.asarray(np.minimum(counts, rows))
+
+
+def _share(value: float, answers: float, more: float, groups: float, rows: int, level: float) -> Estimate:
+    """A share with its interval: Jeffreys' for so many independent answers (Korn and Graubard, Survey Methodology 24, 1998).
+
+    more  factor of its standard error
+    """
     narrower = stats.t.ppf((1 + level) / 2, max(rows - 1, 1)) / stats.t.ppf((1 + level) / 2, groups - 1)
-    count = min(count, rows) * narrower**2 if spread > 0 else min(count, rows)
+    count = answers / more**2 * (narrower**2 if 0 < value < 1 else 1.0)
     tail, right = (1 - level) / 2, value * count
     low = stats.beta.ppf(tail, right + 0.5, count - right + 0.5) if value > 0 else 0.0
     high = stats.beta.ppf(1 - tail, right + 0.5, count - right + 0.5) if value < 1 else 1.0

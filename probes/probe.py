@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
+from scipy import stats
 from sklearn.base import clone
 from sklearn.pipeline import Pipeline
 from tqdm.auto import tqdm
@@ -24,19 +25,19 @@ from replaylens.engine import records
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadFile, FingerprintMismatch, Unsealed
 from replaylens.engine.files import saves_of, write_pair
-from replaylens.engine.request.values import as_path, short_repr, verb
+from replaylens.engine.request.values import as_float, as_path, short_repr, verb
 from replaylens.engine.serving.watch import probe_record
 from replaylens.engine.terminal import hidden
 from replaylens.probes import registry
 from replaylens.probes.arrays import LABEL
-from replaylens.probes.checks import PLACEBO_BYTES, as_draws, as_matrix, make_folder, no_nan
+from replaylens.probes.checks import PLACEBO_BYTES, as_draws, as_matrix, make_folder, mask_of, no_nan
 from replaylens.probes.controls import make_goal
 from replaylens.probes.erasers import Leace, Moments, MomentStream, row_space
-from replaylens.probes.errors import ProbeError
+from replaylens.probes.errors import BadRows, OneClass, ProbeError
 from replaylens.probes.estimators import MassMeanProbe
 from replaylens.probes.groups import groups_of, independent
 from replaylens.probes.heldout import estimates, held_out, known_metric
-from replaylens.probes.intervals import Estimate
+from replaylens.probes.intervals import Estimate, auroc
 from replaylens.probes.permutations import shuffled_order
 from replaylens.probes.report import about_rows
 from replaylens.probes.rows import Cell, ProbeRows
@@ -81,6 +82,8 @@ class LinearProbe:
     """the root prompts it was fitted on, sorted; empty if unknown"""
     subspace: np.ndarray | None = None
     """[rank, d]: orthonormal directions to exchange, where they are more than the scores depend on (DAS)"""
+    alarm: "Alarm | None" = None
+    """when the probe gives an alarm as a monitor, and how often it does so for nothing; see `with_alarm`"""
 
     def __repr__(self) -> str:
         where = str(self.cell) if str(self.cell) == self.site else f"{self.cell} ({self.site})"
@@ -161,6 +164,22 @@ class LinearProbe:
             raise ProbeError(f"Unknown class {name!r}. The probe has {', '.join(self.classes)}.")
         return self.classes.index(name)
 
+    def with_alarm(
+        self,
+        training: "TokenScores | Sequence[np.ndarray]",
+        positive: Sequence[bool],
+        negatives: "TokenScores | Sequence[np.ndarray]",
+        rate: float = 0.05,
+    ) -> "LinearProbe":
+        """The probe as a monitor, with an alarm that at most this share of texts without cause gives.
+
+        training   the scores of texts that it may have been fitted on, as `apply` gives them: they choose how the scores of a
+                   text become one
+        positive   of each training text, whether it should give an alarm
+        negatives  the scores of held-out texts that should give none: they choose the threshold
+        """
+        return replace(self, alarm=make_alarm(training, positive, negatives, rate))
+
     # ---- on disk ------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> Path:
@@ -183,6 +202,8 @@ class LinearProbe:
             **{name: getattr(self, name) for name in ("label", "site", "position", "estimator", "source")},
             "sha256": hashlib.sha256(body).hexdigest(),
         }
+        if self.alarm is not None:
+            about["alarm"] = asdict(self.alarm)
         about["seal"] = _seal(about)
         record, data = files_of(path)
         write_pair(record, json.dumps(about, indent=1, sort_keys=True) + "\n", data, body, is_probe)
@@ -202,7 +223,8 @@ class LinearProbe:
             arrays = {name: tensors[name].numpy() for name in _TENSORS}
             text = {name: raw[name] for name in ("label", "site", "position", "estimator", "source")}
             roots = tuple(map(str, raw.get("roots", ())))  # older files have none
-            more = {"subspace": tensors["subspace"].numpy()} if "subspace" in tensors else {}
+            more: dict[str, Any] = {"subspace": tensors["subspace"].numpy()} if "subspace" in tensors else {}
+            more |= {"alarm": Alarm(**raw["alarm"])} if "alarm" in raw else {}
             cell, classes = (records.build(kind, raw[name], name, BadFile) for name, kind in _KINDS.items())
             if wrong := [name for name, value in text.items() if not isinstance(value, dict if name == "source" else str)]:
                 raise BadFile(f"{wrong[0]} is {short_repr(text[wrong[0]])}")
@@ -221,6 +243,79 @@ class LinearProbe:
             if array.shape != shape or not np.isfinite(array).all():
                 raise BadFile(f"{path}: {name} has shape {array.shape}. It must be finite and have shape {shape}.")
         return self
+
+
+# ---- monitors --------------------------------------------------------------------------------------------------------
+# `Alarm`: a threshold for a whole text. A threshold for tokens says nothing about texts: of many tokens one is always extreme.
+
+POOLINGS: dict[str, Callable[[np.ndarray], float]] = {
+    "max": lambda scores: float(scores.max()),
+    "mean": lambda scores: float(scores.mean()),
+    "last": lambda scores: float(scores[-1]),
+}
+"""what makes one score of those of a text's tokens (arXiv 2605.18549 compares them)"""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """When a text gives an alarm, and how often one does for nothing."""
+
+    pooling: str
+    """max, mean or last of its tokens' scores"""
+    threshold: float
+    """above which it is an alarm"""
+    rate: float
+    """share of texts without cause that give one, as held-out texts tell"""
+    low: float
+    high: float
+    """ends of the rate's interval, 95 %"""
+    negatives: int
+    """held-out texts"""
+
+    def score(self, scores: np.ndarray) -> float:
+        """Of a text, from the scores of its tokens."""
+        return POOLINGS[self.pooling](np.asarray(scores, dtype=np.float64))
+
+    def __str__(self) -> str:
+        rate = f"{100 * self.rate:.1f} % of texts without cause [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+        return f"{self.pooling} of a text's scores above {self.threshold:.4g}, as in {rate}, by {self.negatives} held out"
+
+
+def make_alarm(
+    training: "TokenScores | Sequence[np.ndarray]",
+    positive: Sequence[bool],
+    negatives: "TokenScores | Sequence[np.ndarray]",
+    rate: float = 0.05,
+) -> Alarm:
+    """See `LinearProbe.with_alarm`. The share of texts above the k-th largest of n held-out scores is distributed as
+    Beta(k, n - k + 1), whatever the scores: k is the largest whose mean is at most the rate."""
+    known, clean = _texts("training", training), _texts("negatives", negatives)
+    cause = mask_of("mask of positive texts", np.asarray(positive), len(known))
+    if cause.all() or not cause.any():
+        kind = "positive" if cause.any() else "negative"
+        raise OneClass(f"All {len(cause)} training texts are {kind}. Give texts of both kinds.")
+    if not 0 < as_float("rate", rate, error=ProbeError) < 1:
+        raise ProbeError(f"rate={rate} is no share of texts. Give a number between 0 and 1, such as 0.05.")
+    count, place = len(clean), int(rate * (len(clean) + 1))
+    if not place:
+        raise BadRows(f"{count} held-out texts cannot show a rate of {rate:g}. Give at least {int(np.ceil(1 / rate)) - 1}.")
+    pooled = {name: np.array([make(text) for text in known]) for name, make in POOLINGS.items()}
+    areas = {name: float(auroc(scores[None, :, None], cause.astype(int))[0]) for name, scores in pooled.items()}
+    best = max(areas, key=lambda name: areas[name])
+    threshold = float(np.sort([POOLINGS[best](text) for text in clean])[-place])
+    shared = stats.beta(place, count - place + 1)
+    return Alarm(best, threshold, place / (count + 1), *map(float, shared.ppf([0.025, 0.975])), count)
+
+
+def _texts(what: str, given: "TokenScores | Sequence[np.ndarray]") -> list[np.ndarray]:
+    """The scores of each text [tokens]. Raises BadRows for none, for NaN, and for probes of more than two classes."""
+    found = [np.asarray(each, dtype=np.float64) for each in (given.scores if isinstance(given, TokenScores) else given)]
+    if not found or any(each.ndim != 1 or not len(each) for each in found):
+        hint = "Give a list of arrays [tokens], such as `probe.apply(...)` of two classes."
+        raise BadRows(f"The {what} are no scores of texts. {hint}")
+    for each in found:
+        no_nan(f"scores of {what}", each)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -77,7 +77,7 @@ def _labels(main: pd.DataFrame, held_out: bool) -> Iterator[str]:
             against += f", without {' and '.join(without)}"
         score = f"{best['metric'].replace('auroc', 'AUROC').replace('_', ' ')} {best['accuracy']:.3f}"
         ends = ("low", "high") if pd.isna(best.get("low_family")) else ("low_family", "high_family")
-        chosen = "" if ends[0] == "low" or best.get("cells") == 1 else f" for the best of {best['cells']:g} cells"
+        chosen = "" if ends[0] == "low" or not best.get("cells", 1) > 1 else f" for the best of {best['cells']:g} cells"
         score += f" [{best[ends[0]]:.3f}, {best[ends[1]]:.3f}]{chosen} at {where}, {against}"
         count = ", ".join(f"{number} of {len(part)} {kind}" for kind in LOOKS if (number := int((every == kind).sum())))
         than = " above what decides" if verdict.outcome == BELOW else " groups" if verdict.needed is not None else ""

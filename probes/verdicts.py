@@ -113,7 +113,7 @@ def needed(value: float, error: float, groups: float, cells: int = 1, bound: flo
     """How many groups tell an effect of this size from 0, or from the bound, whichever is farther: its error falls as one over
     the root of their number. To two digits."""
     away = max(value, bound - value)
-    if not (np.isfinite(error) and np.isfinite(away)) or error <= 0 or away <= 0:
+    if not np.isfinite([error, away, groups]).all() or error <= 0 or away <= 0:
         return None
     reach = stats.norm.isf(ERROR / max(cells, 1)) + stats.norm.ppf(POWER)
     count = max(groups * (reach * error / away) ** 2, groups + 1)
@@ -245,7 +245,7 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
         error = np.nan if _missing(high) or _missing(low) else (high - low) / 2 / stats.norm.ppf((1 + LEVEL) / 2)
     else:
         value, error = (np.nan if _missing(line.get(name)) else line[name] for name in ("margin_value", "margin_error"))
-    cells = int(line.get("cells") or 1)
+    cells = 1 if _missing(line.get("cells")) else int(line["cells"])
     return decide(1.0, value, upper, error, groups, cells=cells, bound=bound, decided_by=which)
 
 

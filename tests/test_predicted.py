@@ -29,6 +29,7 @@ from replaylens.kernels import definition
 from replaylens.probes.estimators import SparseProbe
 from replaylens.probes.forks.outcome_probe import GAIN, LOSS, _say
 from replaylens.probes.report import summarise
+from replaylens.probes.verdicts import verdict_of
 from replaylens.thinking.thoughts import Thought
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training.thinking import METHODS
@@ -164,15 +165,15 @@ def test_a_file_is_in_its_folder_before_it_counts(tmp_path: Path, monkeypatch: p
 
 def test_the_lowest_bound_decides() -> None:
     """Of three baselines, one has the least gain and another the lowest bound; one cell is above all, one is not."""
-    score = {"metric": LOSS, "what": "S1", "accuracy": 0.5, "share_explained": 0.25}
+    score = {"metric": LOSS, "what": "S1", "accuracy": 0.5, "share_explained": 0.25, "verdict": "shown"}
     gains = {"S1": ((0.30, 0.21), (0.10, 0.04), (0.20, 0.02)), "S2": ((0.30, 0.20), (0.10, 0.04), (0.20, -0.02))}
-    lines = [score, score | {"what": "S2"}]
+    lines = [score, score | {"what": "S2", "verdict": "undecided"}]
     for cell, values in gains.items():
         for name, (gain, low) in zip(("frequencies", "words", "length"), values, strict=True):
             more = {"accuracy": gain, "low": low, "high": gain + 0.1, "state": cell}
             lines.append({"metric": GAIN, "what": f"{cell} against {name}", **more})
     first, second = _say(lines)
-    assert first.startswith("Shown: S1") and second.startswith("Not shown: S2")
+    assert first.startswith("Shown: S1") and second.startswith("Undecided: S2")
     for said, low in ((first, "+0.020"), (second, "-0.020")):
         assert "Loss 0.500 nats, 25% of what can be explained" in said
         assert "least gain +0.100 nats over words (+0.040 to +0.200)." in said
@@ -184,17 +185,18 @@ def test_verdicts_of_a_table() -> None:
     line = {"accuracy": 0.8, "majority": 0.6, "margin": 0.1, "margin_over": "bag_of_tokens", "margin_without_task": 0.1}
     for changes, wanted in (
         ({"p_family": 0.05}, ("shown", "bag_of_tokens")),
-        ({"p_family": 0.0501}, ("not shown", "p_family")),
-        ({"p_family": math.nan}, (None, None)),
-        ({"majority": 0.8}, ("not shown", "majority")),
+        ({"p_family": 0.0501}, ("undecided", "p_family")),
+        ({"p_family": math.nan}, ("undecided", "no test")),
+        ({"majority": 0.8}, ("undecided", "majority")),
+        ({"majority": 0.8, "high_family": 0.85}, ("below", "majority")),
         ({"majority": 0.79}, ("shown", "bag_of_tokens")),
         ({"margin": math.nan}, ("shown", "p_family")),
-        ({"margin": 0.0}, ("not shown", "bag_of_tokens")),
-        ({"margin": -0.1, "margin_over": "control_task"}, ("readable", "control_task")),
-        ({"margin": -0.1, "margin_over": "control_task", "margin_without_task": 0.0}, ("not shown", "control_task")),
-        ({"margin": -0.1, "margin_over": "token_identity"}, ("not shown", "token_identity")),
+        ({"margin": 0.0}, ("undecided", "bag_of_tokens")),
+        ({"margin": -0.1, "margin_over": "control_task", "margin_high": 0.05}, ("below", "control_task")),
+        ({"margin": -0.1, "margin_over": "token_identity"}, ("undecided", "token_identity")),
     ):
-        assert verdict_of({"p_family": 0.01} | line | changes) == wanted, changes
+        found = verdict_of({"p_family": 0.01} | line | changes)
+        assert found is not None and (found.outcome, found.decided_by) == wanted, changes
 
 
 def test_the_summary_of_a_table() -> None:
@@ -216,7 +218,8 @@ def test_the_summary_of_a_table() -> None:
     ])  # fmt: skip
     lines = summarise(table, {"permutations": 99})
     assert lines[0] == (
-        "Shown: face at step (ridge): 2 of 3 cells; best accuracy 0.900 [0.800, 0.950] at S2, best control 0.600 (untrained), "
+        "Shown: face at step (ridge): cells 2 of 3 shown, 1 of 3 undecided; best accuracy 0.900 [0.800, 0.950] at S2, best "
+        "control 0.600 (untrained), "
         "without token identity and bag of tokens and control task, p = 0.030 over the grid (permutation; 90 rows, 80 distinct "
         "of 30 groups)."
     )

@@ -110,7 +110,7 @@ PROBES = (
     Mutant(
         "groups-of-distinct-rows",
         "replaylens.probes.groups",
-        "named = replace(given, frame=given.frame.assign(key=keys, group=groups))",
+        "named = replace(given, frame=given.frame.assign(key=keys, group=chosen_groups))",
         "named = replace(given, frame=given.frame.assign(key=keys, group=given.roots))",
         "roots that share a row stay one group after repeated rows are left out",
         ("tests/probes/data/test_rows.py",),
@@ -158,8 +158,8 @@ PROBES = (
     Mutant(
         "a-point-for-an-interval",
         "replaylens.probes.intervals",
-        "count = spread / error**2 if error > 0 and spread > 0 else float(groups)",
-        "count = spread / error**2 if error > 0 and spread > 0 else 1e9",
+        "out=np.full(len(value), float(groups)), where=shown > 0)",
+        "out=np.full(len(value), 1e9), where=shown > 0)",
         "equal answers of few groups do not make a share certain",
         ("tests/probes/scoring/test_statistics.py",),
     ),

@@ -160,9 +160,9 @@ VIEWS = (
     Mutant(
         "dots-of-all-cells",
         "replaylens.probes.report",
-        "if line.p_family is not None and line.p_family <= 0.05:",
-        "if line.p_family is not None:",
-        "a dot marks what is significant over the whole grid",
+        "axis.plot(at[1], at[0], **_mark(outcome))",
+        "axis.plot(at[1], at[0], **_mark(SHOWN))",
+        "marks of a heatmap are the verdicts",
         (f"{_FIGURES}sweeps",),
     ),
     Mutant(

@@ -34,10 +34,15 @@ from replaylens.engine.serving.request import GenerateKeywords, Request, Stream
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
 
-Stop = float | Mapping[str, float] | Callable[[Scores], bool]
-"""a threshold of the only probe; thresholds by name, any of which
-ends a request at the first token whose score is greater; or a function of the scores"""
-_STOP = "a threshold if there is one probe, a dict from names of probes to thresholds, or a function of the scores of one token"
+Rule = float | tuple[str, float] | str
+Stop = Rule | Mapping[str, Rule] | Callable[[Scores], bool]
+"""a rule of the only probe; rules by name, any of which ends a request at the first token that meets it; or a function of
+the scores. A rule is a threshold that a score is above, ("above", 2.0), ("below", -2.0), or "alarm": the threshold of the
+probe's own alarm, whose rate of false alarms is that of whole texts"""
+_RULE = 'a number, ("above", 2.0), ("below", -2.0) or "alarm"'
+_STOP = (
+    f"a rule if there is one probe ({_RULE}), a dict from names of probes to rules, or a function of the scores of one token"
+)
 
 
 class Probe(Protocol):
@@ -113,6 +118,9 @@ class Watch:
         if not given:
             raise BadRequest("No probes to watch. Give a fitted probe, or a dict from names to probes.")
         self.engine = engine
+        self.alarms_of = {
+            str(name): found for name, each in given.items() if (found := getattr(each, "alarm", None)) is not None
+        }
         self.records = tuple(
             self._record(as_instance("name of a probe", name, str, "text"), probe) for name, probe in given.items()
         )
@@ -170,6 +178,16 @@ class Watch:
     def scores(self, branch: Branch) -> Scores:
         """The scores of all captured rows of a branch, in the order of `branch.activations.positions()`: [rows, ...]."""
         return self._of(self.engine._own(branch).activations)
+
+    def alarms(self, branch: Branch) -> list[str]:
+        """A line for each probe whose alarm the captured text of a branch gives: with its score, its threshold, and how often
+        texts without cause give one. Probes without an alarm say nothing."""
+        found = []
+        for name, scores in self.scores(branch).items():
+            alarm = self.alarms_of.get(name)
+            if alarm is not None and (score := alarm.score(scores.numpy())) > alarm.threshold:
+                found.append(f"{name}: alarm at {score:.4g}: {alarm}")
+        return found
 
     def edit(self, name: str, op: Op, value: Any = None, *, above: float = 0.0, **options: Any) -> Edit:
         """An edit of the rows that a probe of two classes scores greater than `above`, at the probe's own site.
@@ -247,7 +265,7 @@ class Watch:
         tokens, part = branch.tokens, _part(branch.activations, start, branch.length)
         if isinstance(test, _Limits) and part.positions():
             columns = {scorer: _columns(part, scorer) for scorer in self._scorers.values()}
-            over = [(columns[scorer] > limit).any(1) for scorer in columns if (limit := test.of(scorer)) is not None]
+            over = [_met(columns[scorer], limit) for scorer in columns if (limit := test.of(scorer)) is not None]
             hits = torch.stack(over).any(0).nonzero()
             if not len(hits):
                 return None
@@ -281,14 +299,34 @@ class Watch:
             return None
         if callable(stop):
             return _Asked(stop)
-        if isinstance(stop, int | float) and not isinstance(stop, bool) and len(self.records) == 1:
+        if isinstance(stop, int | float | tuple | str) and not isinstance(stop, bool) and len(self.records) == 1:
             stop = {self.records[0].name: stop}
         if not isinstance(stop, Mapping) or not stop:
             raise BadRequest(f"Invalid stop={short_repr(stop)}. Give {_STOP}.")
-        limits = {name: as_float(f"stop[{name!r}]", limit) for name, limit in stop.items()}
+        limits = {name: self._range(name, rule) for name, rule in stop.items()}
         if several := [name for name in limits if len(self._named(name).classes) != 2]:
             raise BadRequest(f"The probe {several[0]!r} has more than two classes. Give stop as a function of the scores.")
         return _Limits(limits)
+
+    def _range(self, name: str, rule: Rule) -> tuple[float, float]:
+        """(low, high) of the scores that do not stop."""
+        self._named(name)
+        if isinstance(rule, str) and rule == "alarm":
+            alarm = self.alarms_of.get(name)
+            if alarm is None:
+                raise BadRequest(f"The probe {name!r} has no alarm. Give one with probe.with_alarm, or a threshold.")
+            if alarm.pooling != "max":
+                raise BadRequest(
+                    f"The alarm of the probe {name!r} takes the {alarm.pooling} of a text's scores, which no single token "
+                    "tells. Generate to the end and read watch.alarms, or give a threshold."
+                )
+            return -np.inf, float(alarm.threshold)
+        if isinstance(rule, tuple):
+            if len(rule) != 2 or rule[0] not in ("above", "below"):
+                raise BadRequest(f"Invalid stop[{name!r}]={short_repr(rule)}. Give {_RULE}.")
+            limit = as_float(f"stop[{name!r}]", rule[1])
+            return (-np.inf, limit) if rule[0] == "above" else (limit, np.inf)
+        return -np.inf, as_float(f"stop[{name!r}]", rule, hint=f" A rule is {_RULE}.")
 
     def _named(self, name: str) -> ProbeRecord:
         for each in self.records:
@@ -326,19 +364,24 @@ class _Asked:
 class _Limits:
     """A stop condition by thresholds."""
 
-    limits: Mapping[str, float]
+    limits: Mapping[str, tuple[float, float]]
+    """name -> ends of the scores that do not stop"""
 
     def __call__(self, scores: Scores) -> bool:
-        return any(float(scores[name]) > limit for name, limit in self.limits.items())
+        return any(not low <= float(scores[name]) <= high for name, (low, high) in self.limits.items())
 
     def of(self, scorer: Scorer) -> Tensor | None:
-        """The threshold of each line of a scorer [lines], without end for others; None: it has none."""
+        """The ends of each line of a scorer [2, lines], without end for others; None: it has none."""
         if not any(each.name in self.limits for each in scorer.records):
             return None
-        return torch.tensor(
-            [self.limits.get(each.name, torch.inf) for each in scorer.records for _ in range(each.weight.shape[0])],
-            dtype=torch.float32,
-        )
+        every = (-torch.inf, torch.inf)
+        ends = [self.limits.get(each.name, every) for each in scorer.records for _ in range(each.weight.shape[0])]
+        return torch.tensor(ends, dtype=torch.float32).T
+
+
+def _met(columns: Tensor, ends: Tensor) -> Tensor:
+    """[rows] bool: whether any line of scores [rows, lines] leaves its ends [2, lines]."""
+    return ((columns < ends[0]) | (columns > ends[1])).any(1)
 
 
 def _columns(recording: Recording, scorer: Scorer) -> Tensor:
@@ -399,7 +442,7 @@ class _Looking:
             else:
                 rows = [part.peek(scorer.site) for _, part in new]
                 columns = scorer.columns(torch.cat(rows)).split([len(each) for each in rows])
-            over = (torch.cat(columns) > limit).any(1).split([len(each) for each in columns])
+            over = _met(torch.cat(columns), limit).split([len(each) for each in columns])
             self.hit |= {branch for (branch, _), own in zip(new, over, strict=True) if bool(own.any())}
 
 

@@ -126,8 +126,11 @@ def transfer(
         other = None if blank is None else replace(rows, source=blank.source).matrix(cell.site, cell.layer)
         held.add(x, said["accepted", "rejected"], other)
     score = {cell: next(line for line in lines if line["what"] == f"{cell}: accepted to rejected") for cell in cells}
-    chance = np.stack([values[~accepted] - _guess(goal, ~accepted) for values in held.right])
-    lines += _judged(list(score.values()), held.gains, chance, cells, "accepted to rejected", groups[~accepted], seed, folds)
+    right, guess = np.stack(held.right)[:, ~accepted], _guess(goal, ~accepted)
+    opposite = 1 - right - guess if len(goal.classes) == 2 else None
+    lines += _judged(
+        list(score.values()), held.gains, right - guess, opposite, cells, "accepted to rejected", groups[~accepted], seed, folds
+    )
     settings = dict(label=label, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report("transfer", lines, about_rows(rows), settings, notes, _say(lines, label))
 
@@ -193,13 +196,15 @@ def _guess(goal: Goal, tested: np.ndarray) -> np.ndarray:
 
 
 def _judged(
-    scores: list[dict[str, Any]], gains: dict[str, list[np.ndarray]], chance: np.ndarray, cells: Sequence[Cell], way: str,
-    groups: np.ndarray, seed: int, folds: int,
+    scores: list[dict[str, Any]], gains: dict[str, list[np.ndarray]], chance: np.ndarray, against_chance: np.ndarray | None,
+    cells: Sequence[Cell], way: str, groups: np.ndarray, seed: int, folds: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What each cell has above each control, with intervals that hold for all cells jointly. Mutates the scores of the cells:
     adds the verdict, for which a cell has to be above chance and above every control.
 
-    chance  [cells, rows]: what each row has above chance
+    chance          [cells, rows]: what each row has above chance
+    against_chance  the same of the opposite class, which a fit on other rows of the same labels is not biased towards; None if
+                    there are more than two classes
     """
     lines, against = [], [list[tuple[float, float, float, float, str]]() for _ in cells]
     for name, each in [(CHANCE, list(chance)), *gains.items()]:
@@ -212,7 +217,8 @@ def _judged(
             if name != CHANCE:
                 what = f"{cell}: {way} minus {name}"
                 lines.append(score_line(what, "difference", lead, len(gain), cell, majority=None, **size))
-    opposite = family([(chance, groups)], folds=folds, sides=2, seed=seed).inverted
+    # the opposite of what a probe says; of more than two classes it would be none of them
+    opposite = np.ones(len(cells)) if against_chance is None else family([(against_chance, groups)], folds=folds, sides=2).p
     for score, each, p in zip(scores, against, opposite, strict=True):
         verdict = with_controls(each, float(score["groups"]), len(cells))
         if verdict.outcome != SHOWN and p <= ERROR:
@@ -337,7 +343,8 @@ def transfer_across(
                 if here.has_tokens:
                     gains[TOKEN].append((right.astype(float) - token)[tested])
     score = [next(line for line in lines if line["what"] == f"{cell}: {fit_on} to {test_on}") for cell in cells]
-    lines += _judged(score, gains, np.stack(chance), cells, f"{fit_on} to {test_on}", groups[tested], seed, folds)
+    opposite = -np.stack(chance) if len(goal.classes) == 2 else None
+    lines += _judged(score, gains, np.stack(chance), opposite, cells, f"{fit_on} to {test_on}", groups[tested], seed, folds)
     settings = dict(label=label, fit_on=fit_on, test_on=test_on, position=position, estimator=estimator, folds=folds, seed=seed)
     return Report(
         "transfer_across", lines, about_rows(here), settings, notes, _say_across(lines, f"{fit_on} to {test_on}", label)

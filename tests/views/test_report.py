@@ -343,7 +343,7 @@ def sections(page: str) -> list[str]:
 def test_findings_come_first_and_the_certificate_last(page: str, swept: Report) -> None:
     assert sections(page) == ["found", "examples", "probes", "lens", "overview", "certificate", "cite"]
     found = page.split('id="found"')[1].split("</section>")[0]
-    headline = next(line for line in swept.summary() if line.startswith(("Shown", "Not shown")))
+    headline = next(line for line in swept.summary() if line.startswith(("Shown", "Undecided")))
     assert headline in entities.unescape(found), "the headline"
     best = swept.best("face")
     assert f"{best['accuracy']:.3f} [{best['low']:.3f}, {best['high']:.3f}]" in found
@@ -367,14 +367,18 @@ def test_a_finding_follows_the_verdict(swept: Report) -> None:
     """Negative controls: no cell is shown; a label that is not the task's answer; a position after it."""
     assert opening.finding(replace(swept, kind="other")) == ""
     unlikely = replace(swept, lines=[{**line, "p_family": 0.9} for line in swept.lines])
-    assert "is not shown to be readable" in opening.finding(unlikely)
+    assert "may or may not be readable" in opening.finding(unlikely)
+    small = replace(swept, lines=[{**line, "p_family": 0.9, "margin_high": 0.05} for line in swept.lines])
+    assert "is shown to be hardly readable" in opening.finding(small)
     other = replace(swept, lines=[{**line, "label": "name", "position": "all"} for line in swept.lines])
     assert opening.finding(other).startswith("The label 'name' ") and "before" not in opening.finding(other)
 
 
 def test_words_of_the_page_explain_themselves(page: str) -> None:
     words = dict(re.findall(r'<abbr title="([^"]*)" tabindex="0" class="rl-word">([^<]*)</abbr>', page))
-    assert set(words.values()) == {"S", "T", "C", "Z", "control task", "shown"} and all("\n" in about for about in words)
+    assert set(words.values()) == {"S", "T", "C", "Z", "control task", "shown", "below", "undecided"} and all(
+        "\n" in about for about in words
+    )
     assert "<th><abbr" in page.split('id="found"')[1], "also where they are used"
 
 
@@ -388,7 +392,10 @@ def transferred(verdict: str) -> Report:
     return Report("transfer", lines, {"task": "coin"}, {}, [], found)
 
 
-@pytest.mark.parametrize(("verdict", "read"), [("Shown", "can be read as well"), ("Not shown", "are not shown to be readable")])
+@pytest.mark.parametrize(
+    ("verdict", "read"),
+    [("Shown", "can be read as well"), ("Not shown", "are not shown to be readable"), ("Undecided", "are not shown")],
+)
 def test_the_headline_of_a_transfer_is_accepted_to_rejected(verdict: str, read: str) -> None:
     page = ReportPage(probes=(transferred(verdict),)).html()
     headline = entities.unescape(page.split('class="rl-headline"')[1].split("</li>")[0])

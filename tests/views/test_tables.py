@@ -501,7 +501,7 @@ def test_tables_of_forks() -> None:
 
 
 def test_a_control_is_the_best_of_all_layers() -> None:
-    table = sweep_table().assign(shown=False)
+    table = sweep_table().assign(verdict="below")
     drawn = sections._map("S", table[table["site"] == "S"], 0.0, 1.0)
     assert drawn.rows == ("S2", "S1", "S0", "majority", "bag of tokens") and drawn.controls == 2
     assert [cell.shown for cell in drawn.cells[-1] if cell] == ["0.70", "0.70"], "not the mean, 0.45"
@@ -690,19 +690,20 @@ def test_the_page_opens_with_the_best_cells() -> None:
         "score, 95 %",
         "majority",
         "bag of tokens",
-        "shown",
+        "verdict",
     ]
-    body = [re.findall(r"<td>([^<]*)</td>", line) for line in html.split("<tbody>")[1].split("<tr>")[1:]]
+    plain = re.sub(r"</?abbr[^>]*>", "", html.split("<tbody>")[1])
+    body = [re.findall(r"<td>([^<]*)</td>", line) for line in plain.split("<tr>")[1:]]
     score = "balanced accuracy {} [0.400, 0.900]"
     assert body == [
-        ["later", "a long name of a position", "logistic", "S", score.format("0.550"), "0.500", "0.300", "no"],
-        ["face", "a long name of a position", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "yes"],
-        ["face", "query", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "yes"],
+        ["later", "a long name of a position", "logistic", "S", score.format("0.550"), "0.500", "0.300", "undecided"],
+        ["face", "a long name of a position", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "shown"],
+        ["face", "query", "logistic", "S2", score.format("0.750"), "0.500", "0.350", "shown"],
     ]
     told = re.findall(r"<li>([^<]*)</li>", html)
     assert [line.split(":")[:2] for line in told] == [
         ["Shown", " face at a long name of a position (logistic)"],
-        ["Not shown", " later at a long name of a position (logistic)"],
+        ["Undecided", " later at a long name of a position (logistic)"],
         ["transfer", " first"],
     ]
     assert html.startswith("<p>12 examples.</p>") and "transfer: second" not in html

@@ -125,7 +125,7 @@ def _swept(report: Report) -> str:
     before = cell["position"] in BEFORE
     if task in tasks.names() and cell["label"] == tasks.get(task).state_label:
         subject = f"The model's {'next ' * before}answer"
-    read = _READ[cell["verdict"]] if cell["verdict"] in _READ else "is not shown to be readable"
+    read = _READ.get(cell["verdict"], "is not shown to be readable")
     scored = "is right in {:.0%} of cases" if cell["metric"] == "accuracy" else f"scores {{:.2f}} ({cell['metric']})"
     known = [
         (float(cell[name]), name.replace("_", " ").replace("untrained", "an untrained model"))
@@ -194,7 +194,7 @@ def _opening_table(cells: Sequence[Mapping[str, Any]]) -> Markup:
 def _line(cell: Mapping[str, Any], controls: Sequence[str]) -> list[str]:
     score = f"{cell['metric']} {cell['accuracy']:.3f} [{cell['low']:.3f}, {cell['high']:.3f}]"
     against = [f"{cell[name]:.3f}" if _known(cell.get(name)) else "" for name in controls]
-    verdict = word(str(verdict_of(cell) or ""))
+    verdict = word(str(cell["verdict"]))
     return [cell["label"], str(cell["position"]), cell["estimator"], _where(cell), score, *against, verdict]
 
 

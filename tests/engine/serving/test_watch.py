@@ -14,7 +14,7 @@ from replaylens.dumps.verify import MISMATCH, verify
 from replaylens.engine.errors import BadDump, BadRequest, FingerprintMismatch, UnknownSite
 from replaylens.engine.records import Identifier
 from replaylens.engine.serving.watch import Scorer, Watch, probe_record
-from replaylens.probes.probe import LinearProbe
+from replaylens.probes.probe import LinearProbe, fit_probe
 from replaylens.probes.rows import Cell
 from tests.dumps.damage import edit_manifest
 from tests.toy_model import random_model, toy
@@ -390,3 +390,32 @@ def test_a_stop_function_says_true_or_false(engine: Engine, watch: Watch, wanted
     (hit,) = watch.generate([watch.prompt(TOKENS)], 12, sampling=HOT, stop=lambda scores: scores["one"] > limit)  # type: ignore[arg-type,return-value]
     assert hit is not None and hit.position == place
     engine.check_integrity()
+
+
+def test_rules_of_stops_and_alarms(engine: Engine) -> None:
+    """Above, below, and the probe's own alarm, which is printed with its rate; rules that are none are refused by name."""
+    prompts = ["A coin's state is heads. Alice flips.", "A coin's state is tails. Bob flips."]
+    probe = fit_probe(engine.replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S"), "face", layer=3)
+    scores = probe.apply(engine, prompts * 10)
+    armed = probe.with_alarm(scores, [i % 2 == 0 for i in range(20)], scores, rate=0.9)
+    plain, watch = engine.watch({"face": probe}), engine.watch({"face": armed})
+    branch = watch.prompt(prompts[0])
+    own = watch.scores(branch)["face"]
+    said = watch.alarms(branch)
+    assert (len(said) == 1) == (armed.alarm.score(own.numpy()) > armed.alarm.threshold) and plain.alarms(branch) == []
+    for side, sign in (("above", 1), ("below", -1)):
+        (hit,) = watch.generate([watch.prompt(prompts[0])], 6, stop={"face": (side, -1e9 * sign)})
+        assert hit is not None
+        (none,) = watch.generate([watch.prompt(prompts[0])], 2, stop={"face": (side, 1e9 * sign)})
+        assert none is None
+    if armed.alarm.pooling == "max":
+        list(watch.stream(watch.prompt(prompts[0]), 2, stop="alarm"))
+    for rule, why in (
+        ("alarm", "has no alarm"),
+        (("between", 1.0), "A|above"),
+        (("above",), "above"),
+        (float("nan"), "finite"),
+        ("loud", "finite|Invalid"),
+    ):
+        with pytest.raises(BadRequest, match=why):
+            plain.generate([branch], 1, stop={"face": rule})

@@ -227,7 +227,8 @@ def test_sites_by_name_and_layer() -> None:
 LABELS = {
     "array": (Y, "label", "class"),
     "tensor": (torch.from_numpy(Y), "label", "class"),
-    "bfloat16": (torch.from_numpy(Y).bfloat16(), "label", "number"),
+    "bfloat16": (torch.from_numpy(Y).bfloat16(), "label", "class"),
+    "floats": (Y + 0.5, "label", "number"),
     "list": (["ab"[y] for y in Y], "label", "class"),
     "whole numbers with holes": ([None, *Y.tolist()[1:]], "label", "class"),
     "booleans with holes": ([None, *(Y > 0).tolist()[1:]], "label", "class"),
@@ -245,7 +246,7 @@ def test_labels(given: str) -> None:
     target = of_arrays(labels=labels).target(name)
     holes = "holes" in given
     assert target.kind == kind and target.present.tolist() == [not holes] + [True] * (N - 1)
-    wanted = X[:, 0] if name == "b" else Y
+    wanted = X[:, 0] if name == "b" else Y + 0.5 if given == "floats" else Y
     names = {"list": ["a", "b"], "booleans with holes": ["False", "True"]}.get(given, ["0", "1"])
     seen = target.values if kind == "number" else np.array([names.index(value) for value in target.values[holes:]])
     assert np.array_equal(seen, wanted[holes:] if kind == "class" else wanted)
@@ -556,7 +557,9 @@ def test_untrained_model(engine: Engine, tmp_path: Path) -> None:
         sweep(of_arrays(), "label", untrained=of_arrays(), **QUICK),
     )
     assert known.best("label")["untrained"] < 0.7 and "Shown" in known.text() and "not run: token_identity" in known.text()
-    assert unknown.best("label")["untrained"] == unknown.best("label")["accuracy"] and "Not shown" in unknown.text()
+    assert (
+        unknown.best("label")["untrained"] == unknown.best("label")["accuracy"] and unknown.best("label")["verdict"] != "shown"
+    )
     with pytest.raises(PlanMismatch):
         sweep(of_arrays(), "label", untrained=of_arrays(), **how)
     for other in (of_arrays(groups=G[::-1]), of_arrays(X[:-1], Y[:-1], G[:-1]), of_arrays(positions=P), blank.where(Y == 1)):
@@ -654,7 +657,7 @@ def test_the_same_prompts_in_two_parts_leak_nothing(words: bool) -> None:
     joined = ProbeRows.join(a=part(np.arange(100)), b=part(order[:90]))
     report = transfer_across(joined, "toss", fit_on="a", test_on="b", position="last")
     reads = next(line for line in report.lines if line["what"] == "S0: a to b")
-    assert report.findings[-1].startswith("Not shown") and reads["low"] < 0.5 and (reads["rows"], reads["groups"]) == (90, 90)
+    assert reads["verdict"] != "shown" and reads["low"] < 0.5 and (reads["rows"], reads["groups"]) == (90, 90)
     found = sweep(joined, "toss", positions="last", **QUICK).best("toss")
     assert found["low"] < 0.5 and (found["rows"], found["distinct"], found["groups"]) == (190, 100, 100)
     here = joined.at("last")
@@ -701,5 +704,5 @@ def test_groups_are_what_makes_a_score_honest() -> None:
     noise = np.repeat(generator.normal(size=(GROUPS, 64)), EACH, 0) + 0.1 * generator.normal(size=(N, 64))
     label = np.repeat(generator.integers(2, size=GROUPS), EACH)
     honest, leaky = (sweep(of_arrays(noise, label, groups), "label", **QUICK) for groups in (G, range(N)))
-    assert "Not shown" in honest.text() and honest.best("label")["accuracy"] < 0.7
+    assert honest.best("label")["verdict"] != "shown" and honest.best("label")["accuracy"] < 0.7
     assert leaky.best("label")["accuracy"] > 0.9

@@ -1,5 +1,6 @@
 """Branch questions on the embedded model: each gives a report and refuses what it cannot answer."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,6 +59,10 @@ def width(scored: dict[str, Any]) -> float:
     return float(scored["high"] - scored["low"])
 
 
+NOT = ("Undecided", "Shown to be below")
+"""how findings begin that show nothing"""
+
+
 @pytest.fixture(scope="module")
 def transfers(steps_dump: Dump) -> dict[str, Report]:
     """Those of both labels at S1, made once."""
@@ -72,7 +77,7 @@ def test_transfer(transfers: dict[str, Report]) -> None:
     assert line(truth, "S1: accepted to rejected")["accuracy"] < line(implied, "S1: accepted to rejected")["accuracy"] - 0.1
     assert implied.findings[-1] == (
         "Shown: a probe of 'implied' fitted on accepted rows reads rejected ones, best at S1, against 5 of 6 controls "
-        "(without: untrained model)."
+        "(without: untrained model), p < 0.001 over 1 test."
     )
     for report in (implied, truth):  # leakage is what the same roots add, row by row
         gain = (
@@ -86,16 +91,16 @@ def test_transfer(transfers: dict[str, Report]) -> None:
 def test_transfer_is_held_against_controls(steps_dump: Dump, engine: Engine, transfers: dict[str, Report]) -> None:
     """A coin per root is not shown, nor is a class that the row's token or an untrained model tells as well."""
     rows = ProbeRows.of(steps_dump)
-    assert transfer(rows, "shuffled", layers=[1], estimator="ridge").findings[-1].startswith("Not shown")
+    assert transfer(rows, "shuffled", layers=[1], estimator="ridge").findings[-1].startswith(NOT)
     odd = replace(rows, frame=rows.frame.assign(odd=rows.frame["token"] % 2))
     told = transfer(odd, "odd", layers=[0, 1], position="all", estimator="ridge")
     assert line(told, "token alone: accepted to rejected")["accuracy"] > 0.95
-    assert line(told, "S0: accepted to rejected")["accuracy"] > 0.95 and told.findings[-1].startswith("Not shown")
+    assert line(told, "S0: accepted to rejected")["accuracy"] > 0.95 and told.findings[-1].startswith(NOT)
     placed = replace(rows, frame=rows.frame.assign(place=[["a", "b"][p // 3 % 2] for p in rows.frame["position"]]))
     read = transfer(placed, "place", layers=[2], estimator="ridge")
     older = [name for name in ALL_CONTROLS if name not in ("position alone", "untrained model")]
     assert all(line(read, f"S2: accepted to rejected minus {name}")["low"] > 0 for name in older)
-    assert read.findings[-1].startswith("Not shown") and read.findings[-1].endswith("; decided by position alone.")
+    assert read.findings[-1].startswith(NOT) and "; decided by position alone, p" in read.findings[-1]
     implied = transfer(rows, "implied", layers=[1], engine=engine, estimator="ridge")
     gains = [name for name in ALL_CONTROLS if line(implied, f"S1: accepted to rejected minus {name}")["low"] > 0]
     assert gains == list(ALL_CONTROLS) and not implied.notes
@@ -149,11 +154,16 @@ def test_the_lie_is_not_among_the_models_own_words(lie_at: int) -> None:
 def test_the_judge_with_the_surest_gain_decides() -> None:
     """The intervals hold for all cells jointly, so that one above zero is enough, wherever the largest gain is."""
     good, frame = np.array([True, False]), pd.DataFrame({"accepted": [True, False]})
-    gains = [("S1", 0.3, -0.1, 0.7), ("S2", 0.1, 0.05, 0.15), ("S3", 0.2, 0.01, 0.39)]
-    lines = [dict(what=f"judge at {cell}{MINUS}", accuracy=value, low=low, high=high) for cell, value, low, high in gains]
-    for some, verdict, cell in (lines, "Shown", "S2"), (lines[:1], "Not shown", "S1"):
+    gains = [("S1", 0.3, 0.2, "undecided"), ("S2", 0.1, 0.01, "shown"), ("S3", 0.2, 0.04, "shown")]
+    lines = [
+        scored(f"judge at {cell}{MINUS}", value, 0.0, 1.0, p_family=p, verdict=verdict) for cell, value, p, verdict in gains
+    ]
+    for some, verdict, end in (
+        (lines, "Shown", "S2, p = 0.010 over 3 tests"),
+        (lines[:1], "Undecided", "S1, p = 0.200 over 1 test"),
+    ):
         said = _say_judged(some, good, SimpleNamespace(frame=frame))[-1]  # type: ignore[arg-type]
-        assert said.startswith(f"{verdict}: ") and said.endswith(f"(judge at {cell}).")
+        assert said.startswith(f"{verdict}: ") and said.endswith(f"(judge at {end}).")
 
 
 def test_forced_lie_parts_text_and_truth(engine: Engine) -> None:
@@ -190,7 +200,7 @@ def test_outcomes(coin_dump: Dump) -> None:
     assert np.array_equal(target.values, (now == "heads").astype(float)), "once the question is asked nothing is open"
     report = outcome_at_fork(coin_dump, layers=[0, 3])
     assert line(report, "state alone")["accuracy"] > line(report, "S0")["accuracy"]
-    assert report.findings[-1].startswith(("Shown", "Not shown"))
+    assert report.findings[-1].startswith(("Shown", "Undecided"))
     name = "S3 minus state and steps"
     assert width(line(report, name)) > 1.05 * width(line(outcome_at_fork(coin_dump, layers=[3]), name)), "one of two cells"
     with pytest.raises(ProbeError, match="Use coin"):
@@ -214,7 +224,7 @@ def test_judge(coin_dump: Dump) -> None:
     for what in ("kl alone", "kl, entropy, logprob, token", "judge at S3"):
         assert 0 <= line(report, what)["accuracy"] <= 1
     assert line(report, "kl, entropy, logprob")["accuracy"] > 0.7
-    assert report.findings[-1].startswith(("Shown", "Not shown"))
+    assert report.findings[-1].startswith(("Shown", "Undecided"))
     name = "judge at S3 and the three, minus the three and the token"
     one, three = line(report, name), line(judge(coin_dump, draft_layer=2, layers=[0, 1, 3]), name)
     assert one["accuracy"] == three["accuracy"] and width(three) > 1.05 * width(one), "the best of three must lead by more"
@@ -323,7 +333,7 @@ def test_each_task_with_a_direction_of_its_own_shares_none() -> None:
     joined = ProbeRows.join(coin=of_task("coin", one, 1), coins=of_task("coins", two, 2))
     report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all", estimator="ridge")
     assert line(report, "S0: coin to coin")["accuracy"] > 0.8 < line(report, "S0: coins to coins")["accuracy"]
-    assert report.findings[-1].startswith("Not shown")
+    assert report.findings[-1].startswith(NOT)
 
 
 def test_tokens_that_tell_the_label_are_a_control() -> None:
@@ -333,7 +343,7 @@ def test_tokens_that_tell_the_label_are_a_control() -> None:
         face = of_task(task, direction(5), seed).frame["face"]
         parts[task] = of_task(task, direction(5), seed, token=(face == "tails").astype(int).to_numpy())
     report = transfer_across(ProbeRows.join(**parts), "face", fit_on="coin", test_on="coins", position="all", estimator="ridge")
-    assert line(report, "token alone, coin to coins")["accuracy"] == 1 and report.findings[-1].startswith("Not shown")
+    assert line(report, "token alone, coin to coins")["accuracy"] == 1 and report.findings[-1].startswith(NOT)
 
 
 def test_rows_from_arrays() -> None:
@@ -399,7 +409,7 @@ def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh:
 def test_erasing_a_known_zero_costs_nothing(engine: Engine, coin_dump: Dump, fresh: list[Example]) -> None:
     """`shuffled` is in no row: its eraser does no more than random ones."""
     report = amnesic(engine, coin_dump, fresh[:16], "shuffled", layers=[3], erasers=["leace"], placebos=4)
-    assert all(said.startswith("Not shown") for said in report.findings[1:])
+    assert all(said.startswith(NOT) for said in report.findings[1:])
 
 
 @pytest.mark.slow
@@ -412,10 +422,11 @@ def test_both_erasers_are_compared_and_each_says_the_same_alone(engine: Engine, 
     assert len(both.findings) == 6 and alone.findings == [said for said in both.findings if "leace" in said]
 
 
-@pytest.mark.parametrize("left, verdict", [(0.4, "Not shown"), (0.8, "No verdict, since 'face' is still readable")])
+@pytest.mark.parametrize("left, verdict", [(0.4, "Shown to be below 0.1"), (0.8, "No verdict, since 'face' is still readable")])
 def test_a_label_that_is_left_gives_no_verdict(left: float, verdict: str) -> None:
     """A model that does not suffer does without the label only if the label is gone."""
-    rates = dict(accuracy=0.1, low=-0.1, high=0.3, nats=0.0, nats_low=-0.1, nats_high=0.1)
+    rates = dict(accuracy=0.0, low=-0.1, high=0.08, nats=0.0, nats_low=-0.1, nats_high=0.09)
+    rates |= dict(verdict="below", bound=0.1, needed=None, nats_verdict="below", nats_needed=None)
     after = dict(what="refit: site, after", accuracy=0.9, low=left, high=1.0, majority=0.5)
     said = _say_amnesic("S3 inlp", "face", 1, [*(dict(what=str(i), **rates) for i in range(4)), after])
     assert [each.split(":")[0] for each in said[1:]] == [verdict] * 2
@@ -562,14 +573,17 @@ def line_of_viable_branch(report: Report, end: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "held, verdict",
     [
-        ("truth", "the truth is still readable"),
-        ("claim", "the wrong branch is held instead"),
-        ("nothing", "neither the truth nor the wrong branch is readable"),
+        ("truth", ("Shown: the truth is still readable.", "{}: the wrong branch is held.")),
+        ("claim", ("{}: the truth is still readable.", "Shown: the wrong branch is held.")),
+        ("nothing", ("{}: the truth is still readable.", "{}: the wrong branch is held.")),
     ],
 )
-def test_verdicts(classes: int, held: str, verdict: str) -> None:
+def test_verdicts(classes: int, held: str, verdict: tuple[str, str]) -> None:
     report = viable_branch(answered(classes, held))
-    assert report.findings[0].endswith(f"{verdict}.") and len(report.findings) == 1
+    nothing = r"(Undecided: n would have to be about \d+|Shown to be below 0\.1)"
+    pattern = " ".join(re.escape(each).replace(r"\{\}", nothing) for each in verdict)
+    assert re.search(rf"\. {pattern}$", report.findings[0]), report.findings[0]
+    assert len(report.findings) == 1
     truth, claim = (
         line_of_viable_branch(report, "wrong answers"),
         line_of_viable_branch(report, "wrong answers, the model's own claim"),
@@ -612,143 +626,155 @@ def test_claims_that_are_not_there() -> None:
 # What reports say, word for word, of made-up lines. A bound of exactly zero, or of exactly chance, shows nothing.
 
 
+NOTHING = {"bound": 0.1, "needed": None, "decided_by": "token alone"}
+VERDICTS: list[tuple[dict[str, Any], str]] = [
+    (NOTHING | {"verdict": "shown"}, "Shown"),
+    (NOTHING | {"verdict": "undecided", "needed": 120}, "Undecided: n would have to be about 120"),
+    (NOTHING | {"verdict": "below"}, "Shown to be below 0.1"),
+    (NOTHING | {"verdict": "inverted"}, "Inverted"),
+]
+"""columns of a line, and how its finding begins"""
+
+
 def scored(what: str, value: float, low: float, high: float, **more: Any) -> dict[str, Any]:
     return {"what": what, "accuracy": value, "low": low, "high": high, **more}
 
 
 def test_findings_of_the_judge() -> None:
     good, frame = np.array([True, False, True, False]), pd.DataFrame({"accepted": [True, False, False, False]})
-    lines = [scored("kl alone", 0.5, 0.4, 0.6), scored(f"judge at S1 and the three{MINUS}", 0.1, 0.0, 0.2)]
+    told = dict(p_family=0.2, verdict="undecided", bound=0.1, needed=150)
+    lines = [scored("kl alone", 0.5, 0.4, 0.6), scored(f"judge at S1 and the three{MINUS}", 0.1, 0.0, 0.2, **told)]
     assert _say_judged(lines, good, SimpleNamespace(frame=frame)) == [  # type: ignore[arg-type]
         "4 draft tokens, 50.0% good; of 3 rejected ones 33.3% good.",
         "kl alone: 0.500 [0.400, 0.600].",
         f"judge at S1 and the three{MINUS}: 0.100 [0.000, 0.200].",
-        "Not shown: a linear judge knows more than divergence, entropy, log-probability and token (judge at S1 and the three).",
+        "Undecided: n would have to be about 150: a linear judge knows more than divergence, entropy, log-probability and "
+        "token "
+        "(judge at S1 and the three, p = 0.200 over 1 test).",
     ]
 
 
-@pytest.mark.parametrize(
-    ("lowest", "low", "verdict"), [(0.01, 0.56, "Shown"), (0.0, 0.56, "Not shown"), (0.01, 0.55, "Not shown")]
-)
-def test_findings_of_a_transfer(lowest: float, low: float, verdict: str) -> None:
-    """Of the cell whose worst gain is the surest; it counts if that gain and the score are above nothing and majority."""
+@pytest.mark.parametrize(("verdict", "head"), VERDICTS)
+def test_findings_of_a_transfer(verdict: dict[str, Any], head: str) -> None:
+    """Of the cell that is shown, else of the one with the smallest p."""
     ways = ("accepted to accepted", "accepted to rejected", "leakage")
     lines = [scored("token alone: accepted to rejected", 0.5, 0.4, 0.6, majority=0.55, rows=40)]
-    for layer, values, gain in ((1, (0.9, 0.9, 0.2), lowest - 0.2), (2, (0.8, 0.7, 0.1), lowest)):
+    for layer, values, p in ((1, (0.9, 0.9, 0.2), 0.9), (2, (0.8, 0.7, 0.1), 0.03)):
         for way, value, share in zip(ways, values, (0.5, 0.55, None), strict=True):
-            lines.append(scored(f"S{layer}: {way}", value, low, 0.95, majority=share, rows=40))
-        for name, least in (("control task", 0.3), ("token alone", gain)):
-            lines.append(scored(f"S{layer}: accepted to rejected minus {name}", 0.4, least, 0.6, majority=None))
-    at = f"[{100 * low:.1f}, 95.0]"
-    decided = "" if verdict == "Shown" else f"; decided by {'token alone' if lowest <= 0 else 'the majority'}"
+            told = {"p_family": p, **(verdict if p < 0.5 else VERDICTS[1][0])} if way == "accepted to rejected" else {}
+            lines.append(scored(f"S{layer}: {way}", value, 0.5, 0.95, majority=share, rows=40, **told))
+        for name in ("control task", "token alone"):
+            lines.append(scored(f"S{layer}: accepted to rejected minus {name}", 0.4, 0.3, 0.6, majority=None))
+    decided = "" if verdict["verdict"] == "shown" else "; decided by token alone"
     assert transfer_module._say(lines, "face") == [
         "token alone: accepted to rejected: 50.0 % [40.0, 60.0], majority 55.0 %, 40 rows.",
-        f"S2: accepted to accepted: 80.0 % {at}, majority 50.0 %, 40 rows.",
-        f"S2: accepted to rejected: 70.0 % {at}, majority 55.0 %, 40 rows.",
-        f"S2: leakage: 10.0 % {at}.",
-        f"S2: above token alone by 40.0 % [{100 * lowest:.1f}, 60.0].",
+        "S2: accepted to accepted: 80.0 % [50.0, 95.0], majority 50.0 %, 40 rows.",
+        "S2: accepted to rejected: 70.0 % [50.0, 95.0], majority 55.0 %, 40 rows.",
+        "S2: leakage: 10.0 % [50.0, 95.0].",
+        "S2: above token alone by 40.0 % [30.0, 60.0].",
         "S2: above control task by 40.0 % [30.0, 60.0].",
-        f"{verdict}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S2, against 2 of 6 controls "
-        f"(without: shuffled labels, position alone, bag of tokens, untrained model){decided}.",
+        f"{head}: a probe of 'face' fitted on accepted rows reads rejected ones, best at S2, against 2 of 6 controls "
+        f"(without: shuffled labels, position alone, bag of tokens, untrained model){decided}, p = 0.030 over 2 tests.",
     ]
 
 
-@pytest.mark.parametrize(
-    ("lowest", "low", "verdict"),
-    [(0.01, 0.51, "Shown"), (0.0, 0.51, "Not shown"), (0.01, 0.5, "Not shown"), (-0.2, 0.4, "Not shown")],
-)
-def test_findings_of_a_transfer_across(lowest: float, low: float, verdict: str) -> None:
-    """The cell whose worse gain is the surest; it counts if that gain and the score itself are above nothing and chance."""
+@pytest.mark.parametrize(("verdict", "head"), VERDICTS)
+def test_findings_of_a_transfer_across(verdict: dict[str, Any], head: str) -> None:
     way = "a to b"
     lines = [scored(f"token alone, {way}", 0.55, 0.5, 0.6)]
-    for cell, gains in (("S1", (0.3, lowest - 0.3)), ("S2", (lowest, lowest + 0.05))):
-        lines += [scored(f"{cell}: {way}", 0.8, low if cell == "S2" else 0.7, 0.9, chance=0.5)]
-        names = ("shuffled labels", "token alone")
-        lines += [scored(f"{cell}: {way} minus {name}", 0.4, gain, 0.6) for name, gain in zip(names, gains, strict=True)]
+    for cell, p in (("S1", 0.9), ("S2", 0.03)):
+        told = verdict if cell == "S2" else VERDICTS[1][0]
+        lines += [scored(f"{cell}: {way}", 0.8, 0.7, 0.9, chance=0.5, p_family=p, **told)]
+        lines += [scored(f"{cell}: {way} minus {name}", 0.4, 0.3, 0.6) for name in ("shuffled labels", "token alone")]
     said = transfer_module._say_across(lines, way, "face")
-    assert said[0] == "token alone, a to b: 55.0 % [50.0, 60.0]." and said[1] == f"S2: a to b: 80.0 % [{100 * low:.1f}, 90.0]."
+    assert said[0] == "token alone, a to b: 55.0 % [50.0, 60.0]." and said[1] == "S2: a to b: 80.0 % [70.0, 90.0]."
     assert len(said) == 5 and all(line.startswith("S2: a to b") for line in said[1:4])
-    assert said[-1] == f"{verdict}: a probe of 'face' reads a to b, best at S2 (chance 50.0 %)."
+    decided = "" if verdict["verdict"] == "shown" else ", decided by token alone"
+    assert said[-1] == f"{head}: a probe of 'face' reads a to b, best at S2 (chance 50.0 %){decided}, p = 0.030 over 2 tests."
 
 
 def test_findings_of_lies_and_outcomes() -> None:
-    ends = {"S1": (0.9, 0.51, 0.95), "S2": (0.2, 0.1, 0.49), "S3": (0.5, 0.5, 0.6), "S4": (0.5, 0.4, 0.5)}
-    lines = [scored(f"{cell}: follows the text", *numbers) for cell, numbers in ends.items()] + [
+    lines = [scored(f"S{i}: follows the text", 0.9, 0.5, 0.95, **verdict) for i, (verdict, _) in enumerate(VERDICTS, 1)] + [
         scored("S1: right", 1.0, 0.9, 1.0)
     ]
+    more = "90.0 % [50.0, 95.0] of rows agree with the text."
     assert forced._say_text_or_truth(lines, [scored("own words follow the text", 0.75, 0.5, 0.875)]) == [
-        "S1 follows the text: 90.0 % [51.0, 95.0] of rows agree with the text.",
-        "S2 follows the truth: 20.0 % [10.0, 49.0] of rows agree with the text.",
-        "S3 follows neither clearly: 50.0 % [50.0, 60.0] of rows agree with the text.",
-        "S4 follows neither clearly: 50.0 % [40.0, 50.0] of rows agree with the text.",
+        f"Shown: S1 follows the text: {more}",
+        f"Undecided: n would have to be about 120: S2 follows one side more than the other: {more}",
+        f"Shown to be below 0.1: S3 follows one side more than the other: {more}",
+        f"Shown: S4 follows the truth: {more}",
         "own words follow the text in 75.0 % [50.0, 87.5].",
     ]
-    gains = [scored("S1 minus", 0.3, 0.0, 0.5, metric="gain"), scored("S2 minus", 0.4, -0.1, 0.9, metric="gain")]
+    gains = [
+        scored(f"S{i} minus", value, -0.1, 0.5, metric="gain", p_family=p, **VERDICTS[1][0])
+        for i, value, p in ((1, 0.3, 0.2), (2, 0.4, 0.4))
+    ]
     assert forced._say_outcome([scored("state", 0.25, 0.1, 0.5, metric="r2"), *gains]) == [
         "state: r2 0.250 [0.100, 0.500].",
-        "Not shown: rows explain more than state and number of steps side by side; best S1 minus: +0.300 [+0.000, +0.500].",
+        "Undecided: n would have to be about 120: rows explain more than state and number of steps side by side; best S1 "
+        "minus: "
+        "+0.300 [-0.100, +0.500], p = 0.200 over 2 tests.",
     ]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "claim", "tokens", "verdict"),
-    [
-        (0.51, 0.4, (None, None), "the truth is still readable"),
-        (0.51, 0.51, (None, None), "the truth is still readable, and so is the wrong branch"),
-        (0.5, 0.51, (None, None), "the wrong branch is held instead"),
-        (0.5, 0.5, (None, None), "neither the truth nor the wrong branch is readable"),
-        (0.5, None, (None, None), "the truth is not readable"),
-        (0.51, 0.51, (0.0, 0.01), "the wrong branch is held instead"),
-        (0.51, 0.51, (0.0, 0.0), "no more than the answer's token tells"),
-    ],
-)
-def test_findings_of_a_viable_branch(wrong: float, claim: float | None, tokens: tuple[float | None, ...], verdict: str) -> None:
+@pytest.mark.parametrize(("verdict", "head"), VERDICTS)
+@pytest.mark.parametrize("claim", [None, "shown"])
+@pytest.mark.parametrize("token", [False, True])
+def test_findings_of_a_viable_branch(verdict: dict[str, Any], head: str, claim: str | None, token: bool) -> None:
     more = {"chance": 0.5, "groups": forced.MIN_GROUPS}
+    told = verdict | {"decided_by": "token" if token else "p_family"}
     lines = [
         scored("S1 at query: right answers", 0.9, 0.8, 1.0, **more),
-        scored("S1 at query: wrong answers", 0.6, wrong, 0.7, **more),
+        scored("S1 at query: wrong answers", 0.6, 0.4, 0.7, **more, **told),
     ]
-    lines += [] if claim is None else [scored(f"S1 at query: {forced.CLAIM}", 0.6, claim, 0.7, **more)]
-    for name, low in zip(("wrong answers", forced.CLAIM), tokens, strict=True):
-        lines += [] if low is None else [scored(f"S1 at query: {name}, probe minus token", 0.1, low, 0.2)]
+    if claim:
+        lines.append(scored(f"S1 at query: {forced.CLAIM}", 0.6, 0.5, 0.7, **more, **VERDICTS[0][0]))
+    if token:
+        lines.append(scored(f"S1 at query: wrong answers{forced.TOKEN}", 0.6, 0.5, 0.7, **more))
     (said,) = forced._say_viable(lines)
     assert said.startswith(
-        f"S1 at query: 90.0 % [80.0, 100.0] on right answers, 60.0 % [{100 * wrong:.1f}, 70.0] on wrong ones (chance 50.0 %)"
+        "S1 at query: 90.0 % [80.0, 100.0] on right answers, 60.0 % [40.0, 70.0] on wrong ones (chance 50.0 %)"
     )
-    assert said.endswith(f": {verdict}.") and ("; the position contains the answer" in said) is (tokens != (None, None))
+    rest = ", no more than the answer's token tells" if token else ""
+    end = f"{head}: the truth is still readable{rest}." + (" Shown: the wrong branch is held." if claim else "")
+    assert said.endswith(end) and ("; the position contains the answer" in said) is token
     assert ("agree with the model's own claim" in said) is (claim is not None)
     for few in ({"groups": forced.MIN_GROUPS - 1}, {"chance": 1.0}):
-        assert "No verdict: wrong answers of" in forced._say_viable([lines[0], lines[1] | few])[0]
+        bare = {name: value for name, value in lines[1].items() if name != "verdict"}
+        assert "No verdict: wrong answers of" in forced._say_viable([lines[0], bare | few])[0]
 
 
-@pytest.mark.parametrize(("low", "verdict"), [(0.001, "Shown"), (0.0, "Not shown")])
-def test_findings_of_interventions(low: float, verdict: str) -> None:
-    pull = {"nats": 1.234, "nats_low": low, "nats_high": 2.0}
+@pytest.mark.parametrize(("verdict", "head"), VERDICTS)
+def test_findings_of_interventions(verdict: dict[str, Any], head: str) -> None:
+    pull = {"nats": 1.234, "nats_low": 0.5, "nats_high": 2.0}
     about = {"label": "face", "site": "S3", "position": "query", "estimator": "ridge"}
-    lines = [scored("probe's direction", 0.8, 0.7, 0.9, **pull), scored("probe minus random direction", 0.5, low, 0.75)]
+    lines = [
+        scored("probe's direction", 0.8, 0.7, 0.9, **pull),
+        scored("probe minus random direction", 0.5, 0.1, 0.75, **verdict),
+    ]
     assert causal._say("steering", lines, about) == [
-        f"probe's direction, face at S3, query (ridge): answer flipped in 80.0 % [70.0, 90.0], 1.23 nats [{low:.2f}, 2.00].",
-        f"{verdict}: steering along the probe's direction flips more answers than the random direction: 50.0 % "
-        f"[{100 * low:.1f}, 75.0] more.",
+        "probe's direction, face at S3, query (ridge): answer flipped in 80.0 % [70.0, 90.0], 1.23 nats [0.50, 2.00].",
+        f"{head}: steering along the probe's direction flips more answers than the random direction: 50.0 % [10.0, 75.0] more.",
     ]
     rates = [
         scored(name, value, value - 0.05, value + 0.1) for name, value in (("nothing", 0.1), ("own", 0.6), ("random", 0.2))
     ]
-    rates += [scored("more", 0.4, low, 0.5, **pull), scored("refit: site, after", 0.5, 0.45, 0.6, majority=0.45)]
+    told = verdict | {"nats_verdict": verdict["verdict"], "nats_needed": verdict["needed"]}
+    rates += [scored("more", 0.4, 0.1, 0.5, **pull, **told), scored("refit: site, after", 0.5, 0.45, 0.6, majority=0.45)]
     assert _say_amnesic("leace", "face", 2, rates) == [
         "leace (rank 2): 10.0 % [5.0, 20.0] wrong answers with nothing erased, 60.0 % [55.0, 70.0] without 'face', 20.0 "
         "% [15.0, 30.0] without "
         "random directions; a new probe at the site reads 'face' in 50.0 % [45.0, 60.0] (majority 45.0 %).",
-        f"{verdict}: leace: the model needs 'face' there: 40.0 % [{100 * low:.1f}, 50.0] more wrong answers than random "
-        f"directions cost.",
-        f"{verdict}: leace: erasing 'face' changes what follows more than random directions do: +1.23 nats [{low:+.3g}, +2].",
+        f"{head}: leace: the model needs 'face' there: 40.0 % [10.0, 50.0] more wrong answers than random directions cost.",
+        f"{head}: leace: erasing 'face' changes what follows more than random directions do: +1.23 nats [+0.5, +2].",
     ]
     reach = [
-        {"site": "S", "layer": 2, "position": "step", **scored("S2: probe minus random direction", 0.5, low, 0.75)},
+        {"site": "S", "layer": 2, "position": "step", **scored("S2: probe minus random direction", 0.5, 0.1, 0.75, **verdict)},
         lines[0],
     ]
-    where = "within reach" if low > 0 else "out of reach"
-    assert erasure._say_reach(reach) == [f"S2 at step: {where}, 50.0 % [{100 * low:.1f}, 75.0] more flips."]
+    assert erasure._say_reach(reach) == [
+        f"{head}: S2 at step is within reach: 50.0 % [10.0, 75.0] more flips than random directions."
+    ]
 
 
 def test_findings_of_a_curve() -> None:
@@ -771,22 +797,25 @@ def test_findings_of_a_curve() -> None:
 
 def test_findings_of_outcome_probes_and_drafts() -> None:
     """The lowest bound decides, which need not be that of the least gain; both are named then."""
-    loss = [scored("S1", 0.4, 0.3, 0.5, metric=LOSS, state=None, share_explained=0.625)]
+    loss = [scored("S1", 0.4, 0.3, 0.5, metric=LOSS, state=None, share_explained=0.625, **VERDICTS[1][0])]
     gains = [("position", 0.2, 0.1, 0.3), ("text", 0.3, 0.0, 0.5)]
     lines = [scored(f"S1 against {name}", value, low, high, metric=GAIN, state="S1") for name, value, low, high in gains]
     begins = "tells more of the coming outcomes than every baseline. Loss 0.400 nats, 62% of what can be explained; least gain"
     begins += " +0.200"
     (said,) = outcome_probe._say([*loss, *lines])
     assert said == (
-        f"Not shown: S1 {begins} nats over position (+0.100 to +0.300). The lowest bound decides: +0.000 over text "
+        f"Undecided: n would have to be about 120: S1 {begins} nats over position (+0.100 to +0.300). The lowest bound "
+        f"decides: +0.000 over text "
         f"(gain +0.300)."
     )
+    loss[0] |= VERDICTS[0][0]
     assert outcome_probe._say([*loss, lines[0]]) == [f"Shown: S1 {begins} nats over position (+0.100 to +0.300)."]
     found, mass = Estimate(0.5, 0.25, 0.75), Estimate(0.125, 0.0, 0.25)
-    for p, low, verdict in ((0.05, 0.001, "Shown"), (0.0501, 0.001, "Not shown"), (0.05, 0.0, "Not shown")):
+    for p, low, verdict in ((0.05, 0.001, "Shown"), (0.0501, 0.001, "Undecided"), (0.05, 0.0, "Undecided")):
         made = DraftAgreement(found=found, mass=mass, control=0.0625, gain=Estimate(0.1, low, 0.2), p=p, forks=7)
-        assert str(made) == (
-            f"{verdict}: rejected drafts are among the resamples not taken. 7 forks; found 0.500 [0.250, 0.750], share of "
+        head, told = str(made).split(": rejected")
+        assert head.split(":")[0] == verdict and f": rejected{told}" == (
+            ": rejected drafts are among the resamples not taken. 7 forks; found 0.500 [0.250, 0.750], share of "
             f"resamples 0.125 [0.000, 0.250], other forks' drafts 0.062, p = {p:.3f}."
         )
     assert 0.25 in found and 0.75 in found and 0.76 not in found

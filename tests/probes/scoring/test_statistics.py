@@ -555,10 +555,11 @@ def test_intervals_by_their_definition(folds: int, factor: float) -> None:
     assert found.high - found.value == pytest.approx(stats.t.ppf(0.975, 39) * error)
     right = generator.random(80) < 0.6
     sums = np.array([(right[roots == root] - right.mean()).sum() for root in np.unique(roots)])
-    error = math.sqrt(40 / 39 * (sums**2).sum()) / 80
-    half = 0.4 + 8 / min(right.mean() * (1 - right.mean()) / error**2, 80)
-    error *= math.sqrt(1 + half * folds / (folds - 1)) if folds > 1 else 1
-    size = min(right.mean() * (1 - right.mean()) / error**2, 80) * (stats.t.ppf(0.975, 79) / stats.t.ppf(0.975, 39)) ** 2
+    spread, heard = right.mean() * (1 - right.mean()), (sums**2).sum() ** 2 / (sums**4).sum()
+    variance = (heard**2 * 40 / 39 * (sums**2).sum() / 80**2 + 9 * spread / 40) / (heard**2 + 9)  # drawn towards one a group
+    size = min(spread / variance, 80)
+    size /= 1 + (0.4 + 8 / size) * folds / (folds - 1) if folds > 1 else 1
+    size *= (stats.t.ppf(0.975, 79) / stats.t.ppf(0.975, 39)) ** 2
     share = ratio_over_groups(right[None], np.ones(80), roots, folds=folds)[0]
     wanted = stats.beta.ppf([0.025, 0.975], right.mean() * size + 0.5, (1 - right.mean()) * size + 0.5)
     assert (share.low, share.high) == pytest.approx(tuple(wanted))

@@ -38,6 +38,7 @@ from replaylens.probes.report import Report, summarise
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.splits import by_length, by_root
 from replaylens.probes.sweeps import complexity_curve, sweep
+from replaylens.probes.verdicts import verdict_of
 from tests.probes.synthetic import rows_of
 from tests.processes import python_path
 from tests.toy_model import engine as toy_engine
@@ -538,7 +539,8 @@ def test_memorised_tokens_are_no_finding(coin_dump: Dump) -> None:
     """An action, probed at the token that states it, is read perfectly but not shown: token identity does as well."""
     report = sweep(coin_dump, "last_action", **(RIDGE | {"positions": "step", "layers": [0]}))
     assert report.best("last_action")["accuracy"] == 1 and report.best("last_action")["token_identity"] == 1
-    assert report.text().startswith("Not shown: last_action at step")
+    verdict = report.best("last_action")["verdict"]
+    assert verdict == "below" and report.text().startswith("Shown to be below 0.1 above what decides: last_action at step")
 
 
 # Refused
@@ -633,29 +635,35 @@ def test_a_sweep_in_words() -> None:
         sweep_line("face", 0, 0.97, 0.2),
         sweep_line("face", 1, 0.7, 0.0004, distinct=41, **area),
         sweep_line("face", 2, 0.8, 0.05, selectivity=0.41, selectivity_low=0.2, selectivity_high=0.6),
-        sweep_line("face", 3, 0.9, 0.001, margin=0.0),
+        sweep_line("face", 3, 0.9, 0.001, margin=0.0, margin_high=0.09),
         sweep_line("own", 1, 0.81, 0.0123, **readable),
         sweep_line("own", 2, 0.85, 0.01, margin=-0.2, margin_over="token_identity", token_identity=0.84),
-        sweep_line("guess", 4, 0.5, 0.01, metric="balanced_accuracy"),
+        sweep_line("guess", 4, 0.5, 0.01, metric="balanced_accuracy", low_family=0.45, high_family=0.59, cells=9),
         sweep_line("guess", 3, 0.45, 0.01),
         sweep_line("late", math.nan, 0.66, 0.04, estimator="ridge", metric="auroc", test="corrected t", **nothing),
         sweep_line("coin", 0, 0.6, math.nan, known_zero=True, low=0.5),
         sweep_line("coin", 1, 0.37, math.nan, known_zero=True, high=0.49),
         sweep_line("coin", 2, 0.5, math.nan, known_zero=True),
     ]
-    assert summarise(pd.DataFrame(lines), {"permutations": 199}) == [
-        "Shown: face at query (logistic): 2 of 4 cells; best accuracy 0.800 [0.760, 0.830] at S2, best control 0.610 (bag of "
-        "tokens), p = 0.050 over the grid (permutation; 90 rows of 30 groups).",
+    assert summarise(pd.DataFrame(lines), {"permutations": 199}, {"query": "prompts that share a row are one"}) == [
+        "Shown: face at query (logistic): cells 2 of 4 shown, 1 of 4 below, 1 of 4 undecided; best accuracy 0.800 [0.760, "
+        "0.830] "
+        "at S2, best control 0.610 (bag of tokens), p = 0.050 over the grid (permutation; 90 rows of 30 groups).",
         "  decided by the margin over bag of tokens: lower bound +0.020, above 0.",
         "  selectivity there 0.410 [0.200, 0.600] (control task 0.400).",
-        "Readable, not separable from the control task: own at query (logistic): 1 of 2 cells; best accuracy 0.810 [0.770, "
-        "0.840] at S1, best control 0.790 (control task), p = 0.012 over the grid (permutation; 90 rows of 30 groups).",
-        "  decided by the margin over control task: lower bound -0.050, not above 0.",
-        "  The probe learns a random class per context as well. Hold out contexts to tell them apart: sweep(groups=).",
-        "Not shown: guess at query (logistic): none of 2 cells; best balanced accuracy 0.500 [0.460, 0.530] at S4, best "
-        "control 0.610 (bag of tokens), p = 0.010 over the grid (permutation; 90 rows of 30 groups).",
+        "Undecided: own at query (logistic): cells 2 of 2 undecided; best accuracy 0.850 [0.810, 0.880] at S2, best control "
+        "0.840 "
+        "(token identity), p = 0.010 over the grid (permutation; 90 rows of 30 groups).",
+        "  decided by the margin over token identity: lower bound -0.200, not above 0.",
+        "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=).",
+        "Shown to be below 0.1 above what decides: guess at query (logistic): cells 1 of 2 below, 1 of 2 undecided; best "
+        "balanced "
+        "accuracy 0.500 [0.450, 0.590] for the best of 9 cells at S4, best control 0.610 (bag of tokens), p = 0.010 over the "
+        "grid "
+        "(permutation; 90 rows of 30 groups).",
         "  decided by the majority, which scores as well.",
-        "Shown: late at query (ridge): 1 of 1 cells; best AUROC 0.660 [0.620, 0.690] at S, no controls, p = 0.040 over the "
+        "Shown: late at query (ridge): cells 1 of 1 shown; best AUROC 0.660 [0.620, 0.690] at S, no controls, p = 0.040 over "
+        "the "
         "grid (corrected t; 90 rows of 30 groups).",
         "  decided by p over the grid <= 0.05.",
         "Known zero coin at query: chance 0.500 inside 2 of 3 intervals (at 95 %, about one in twenty falls outside); farthest "
@@ -664,19 +672,24 @@ def test_a_sweep_in_words() -> None:
         "Grid of 9 cells (1 site, 5 layers, 1 position, 4 labels, 2 estimators). Tests: permutation (199 permutations: no p is "
         "below 0.005), corrected by the maximum statistic over the grid; corrected t, with Bonferroni's correction over the "
         "grid; margins over controls: one-sided, 5 % over the grid.",
+        "Groups: prompts that share a row are one.",
         "A probe shows that a label can be read off, not that the model uses it. Test the direction causally.",
     ]
+    (lone,) = (line for line in summarise(pd.DataFrame(lines[4:5])) if line.startswith("  Readable"))
+    assert lone == "  Readable, but the probe learns a random class per context as well."
     words = summarise(pd.DataFrame([sweep_line("own", 2, 0.85, 0.01, margin=-0.2, margin_over="bag_of_tokens")]))
     assert words[2] == "  The words alone tell the label in these texts. Test on words that were held out: sweep(groups=)."
     given = summarise(pd.DataFrame(lines), {"permutations": 199, "groups": "topic"})
     assert not any("sweep(groups=)" in line for line in given), "nobody is told to give what was given"
     alone = summarise(pd.DataFrame(lines[:2]))
     assert (
-        "1 of 2 cells" in alone[0] and "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0]
+        "1 of 2 shown" in alone[0] and "p < 0.001 over the grid (permutation; 90 rows, 41 distinct of 30 groups)." in alone[0]
     )
     assert alone[2] == "  AUROC there 0.770 [0.710, 0.830]." and "Tests: permutation, corrected" in alone[-2]
     alone = summarise(pd.DataFrame(lines[:1]).assign(bag_of_tokens=math.nan, margin=math.nan))
-    assert "best control 0.520 (token identity), without bag of tokens, p = 0.200" in alone[0] and "none of 1 cells" in alone[0]
+    assert (
+        "best control 0.520 (token identity), without bag of tokens, p = 0.200" in alone[0] and "1 of 1 undecided" in alone[0]
+    )
     assert alone[1] == "  decided by p over the grid > 0.05." and alone[-2].endswith("statistic over the grid.")
     assert summarise(pd.DataFrame()) == summarise(pd.DataFrame([{"accuracy": 1.0}])) == ["No lines."]
 
@@ -684,22 +697,32 @@ def test_a_sweep_in_words() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"p_family": math.nan}, (None, None)),
-        ({"p_family": None}, (None, None)),
-        ({"p_family": 0.0501}, ("not shown", "p_family")),
-        ({"accuracy": 0.5}, ("not shown", "majority")),
-        ({"accuracy": 0.5, "majority": None}, ("shown", "bag_of_tokens")),
+        ({"known_zero": True}, None),
+        ({"p_family": math.nan}, ("undecided", "no test")),
+        ({"p_family": None}, ("undecided", "no test")),
+        ({"p_family": None, "high_family": 0.59}, ("below", "no test")),
+        ({"p_family": 0.0501}, ("undecided", "p_family")),
+        ({"p_family": 0.0501, "high_family": 0.61}, ("undecided", "p_family")),
+        ({"p_family": 0.0501, "high_family": 0.59}, ("below", "p_family")),
+        ({"p_family": 0.0501, "high_family": 0.59, "shuffled": 0.48}, ("undecided", "p_family")),
+        ({"p_family": 0.0501, "high_family": 0.59, "bound": 0.05}, ("undecided", "p_family")),
+        ({"accuracy": 0.5}, ("undecided", "majority")),
+        ({"accuracy": 0.5, "majority": None, "chance": 0.4}, ("shown", "bag_of_tokens")),
         ({"margin": math.nan}, ("shown", "p_family")),
-        ({"margin": 0.0}, ("not shown", "bag_of_tokens")),
-        ({"margin": 0.0, "margin_over": "control_task"}, ("readable", "control_task")),
-        ({"margin": 0.0, "margin_over": "control_task", "margin_without_task": math.nan}, ("readable", "control_task")),
-        ({"margin": 0.0, "margin_over": "control_task", "margin_without_task": None}, ("readable", "control_task")),
-        ({"margin": 0.0, "margin_over": "control_task", "margin_without_task": 0.0}, ("not shown", "control_task")),
+        ({"margin": 0.0}, ("undecided", "bag_of_tokens")),
+        ({"margin": 0.0, "margin_high": 0.1}, ("undecided", "bag_of_tokens")),
+        ({"margin": 0.0, "margin_high": 0.09}, ("below", "bag_of_tokens")),
+        ({"margin": 0.0, "margin_over": "control_task"}, ("undecided", "control_task")),
     ],
 )
-def test_verdicts_at_their_bounds(more: dict[str, Any], said: tuple[str | None, str | None]) -> None:
+def test_verdicts_at_their_bounds(more: dict[str, Any], said: tuple[str, str] | None) -> None:
     line = sweep_line("face", 1, 0.9, 0.05)
-    assert verdict_of(line) == ("shown", "bag_of_tokens") and verdict_of(line | more) == said
+    assert told(line) == ("shown", "bag_of_tokens") and told(line | more) == said
+
+
+def told(line: dict[str, Any]) -> tuple[str, str | None] | None:
+    found = verdict_of(line)
+    return None if found is None else (found.outcome, found.decided_by)
 
 
 # Metrics and verdicts
@@ -760,10 +783,10 @@ def test_a_label_that_the_control_task_reads_as_well_is_readable() -> None:
     report = sweep(ProbeRows.of_arrays(X, {"own": own}, np.arange(240), **how), "own", permutations=19)
     line = report.lines[0]
     assert line["accuracy"] < line["control_task"] and line["margin_without_task"] > 0 and line["p_family"] <= 0.05
-    assert (line["verdict"], line["decided_by"]) == ("readable", "control_task")
-    assert "Readable, not separable from the control task: own" in report.text() and "sweep(groups=)" in report.text()
-    assert verdict_of(line | {"margin_without_task": -0.2}) == ("not shown", "control_task")
-    assert verdict_of(line | {"p_family": 0.2}) == ("not shown", "p_family")
+    assert line["verdict"] in ("below", "undecided") and line["decided_by"] == "control_task"
+    assert "Readable, but the probe learns a random class" in report.text() and "sweep(groups=)" in report.text()
+    found = verdict_of(line | {"p_family": 0.2})
+    assert found is not None and found.decided_by == "p_family"
 
 
 def test_held_out_words_leave_the_control_task_nothing() -> None:
@@ -793,7 +816,7 @@ def test_position_alone_is_a_control() -> None:
     X = np.eye(4)[place] + 0.1 * generator.normal(size=(200, 4))
     rows = ProbeRows.of_arrays(X, place % 2, np.repeat(np.arange(50), 4), positions=place)
     line = sweep(rows, "label", permutations=0).lines[0]
-    assert line["position_only"] == 1.0 and line["accuracy"] > 0.95 and line["verdict"] == "not shown"
+    assert line["position_only"] == 1.0 and line["accuracy"] > 0.95 and line["verdict"] != "shown"
 
 
 @pytest.mark.slow
@@ -939,7 +962,7 @@ def test_scripts(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     path = ROOT / "docs" / "examples" / f"{name}.py"
     assert len(path.read_text().splitlines()) < 60
     runpy.run_path(str(path))["main"](tmp_path, 40)
-    assert "hown: " in capsys.readouterr().out
+    assert "hown" in capsys.readouterr().out
     assert list(tmp_path.rglob("report.json"))
 
 
@@ -951,7 +974,7 @@ def test_an_area_of_few_rows() -> None:
         report = sweep(rows, "y", metric="auroc", permutations=0, estimators="ridge")
         (line,) = report.lines
         if count == 5:
-            assert np.isnan(line["accuracy"]) and line["token_identity"] is None and line["verdict"] == "not shown"
+            assert np.isnan(line["accuracy"]) and line["token_identity"] is None and line["verdict"] == "undecided"
             assert "Controls not run: token_identity" in str(report)
         else:
             assert 0 <= line["token_identity"] <= 1 and np.isfinite(line["margin"])
