@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from importlib import import_module
 from itertools import product
 from multiprocessing import get_context
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import RESULTS, provenance
+from bench.harness import RESULTS, commit
 from replaylens.kernels import gpus
 from replaylens.kernels.gpus import KNOWN, Gpu
 
@@ -408,14 +409,17 @@ def kernels() -> set[str]:
     return {name for _, name in found if name.endswith("_kernel")}
 
 
-def summary(rows: Iterable[Compiled]) -> list[dict[str, Any]]:
-    """Of each kernel and compute capability the tile that takes most of the shared memory."""
-    most: dict[tuple[str, int], Compiled] = {}
-    for row in rows:
-        key = row.kernel, row.sm
-        if key not in most or row.shared > most[key].shared:
-            most[key] = row
-    return [asdict(row) for _, row in sorted(most.items())]
+def record(rows: list[Compiled]) -> dict[str, Any]:
+    """For docs/performance.md: of each kernel and compute capability the tile that takes most of the shared memory."""
+    from triton import __version__
+
+    most: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row.shared):
+        most.setdefault(row.kernel.strip("_").removesuffix("_kernel"), {})[f"sm_{row.sm}"] = asdict(row)
+    limits = {f"sm_{row.sm}": row.limit for row in sorted(rows, key=lambda row: row.sm)}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    proof = {"commit": commit(["bench/results"]), "machine": f"Triton {__version__} without a GPU", "arithmetic": "any"}
+    return {"name": "gpus", "date": date, "proof": {**proof, "compiled": len(rows), "limits": limits, "largest": most}}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -440,8 +444,7 @@ def main(words: Sequence[str] | None = None) -> int:
         f"{len(rows)} compiled for {', '.join(given.gpus)}: {len(large)} do not fit", *(f"not compiled: {x}" for x in missing)
     )
     if given.record and not large and not missing:
-        body = {"name": "gpus", "rows": [], **provenance(), "compiled": len(rows), "largest": summary(rows)}
-        (RESULTS / "gpus.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / "gpus.json").write_text(json.dumps(record(rows), indent=1) + "\n", encoding="utf-8")
     return 1 if large or missing else 0
 
 
