@@ -197,7 +197,7 @@ def products(dtype: torch.dtype, gpu: Gpu) -> None:
             if dtype == torch.float32 and few:  # stored in bfloat16
                 matmul.matmul(_new(rows, depth, dtype=dtype), _new(depth, columns, dtype=torch.bfloat16), tile=tile)
             if not tile.persistent and not turned and few and dtype != torch.float16:
-                with _chosen(matmul, tile):
+                with _instead(matmul, "gemm_tile", tile):
                     matmul.batched_matmul(_new(2, 64, 256, dtype=dtype), _new(2, 256, 512, dtype=dtype))
     if dtype == torch.float32:
         from replaylens.kernels.parts import lines
@@ -207,13 +207,14 @@ def products(dtype: torch.dtype, gpu: Gpu) -> None:
 
 
 @contextmanager
-def _chosen(module: Any, tile: Any) -> Iterator[None]:
-    """Meanwhile a module's products have a tile."""
-    before, module.gemm_tile = module.gemm_tile, lambda *given: tile
+def _instead(module: Any, name: str, answer: Any) -> Iterator[None]:
+    """Meanwhile a function of a module gives this answer."""
+    before = getattr(module, name)
+    setattr(module, name, lambda *given: answer)
     try:
         yield
     finally:
-        module.gemm_tile = before
+        setattr(module, name, before)
 
 
 def attentions(dtype: torch.dtype, gpu: Gpu, d_head: int, rest: int = 0) -> None:
@@ -293,14 +294,15 @@ def experts(dtype: torch.dtype, gpu: Gpu) -> None:
 
 
 def lenses(dtype: torch.dtype, gpu: Gpu) -> None:
-    """The logit lens."""
-    from replaylens.kernels.lens import lens
+    """The logit lens, with the copy engine where there is one, and without it, as for rows that are not aligned."""
+    from replaylens.kernels import lens
 
-    for vocab, turned in ((32768, True), (5003, False)):
+    for vocab, turned in ((32768, True), (5000, False)):
         w = _new(vocab, 512, dtype=dtype).t() if turned else _new(512, vocab, dtype=dtype)
-        for layers in (2, 64):
-            targets = _new(64, 4 if turned else 64, dtype=torch.int64)
-            lens(_new(layers, 64, 512, dtype=dtype), w, _new(512, dtype=dtype), final=layers - 1, targets=targets, softcap=30.0)
+        targets, layers = _new(64, 4 if turned else 64, dtype=torch.int64), 64 if turned else 2
+        with _instead(lens, "copyable", gpu.copies and turned):
+            x = _new(layers, 64, 512, dtype=dtype)
+            lens.lens(x, w, _new(512, dtype=dtype), final=layers - 1, targets=targets, softcap=30.0)
 
 
 def recurrences(dtype: torch.dtype, gpu: Gpu) -> None:
