@@ -195,7 +195,8 @@ def products(dtype: torch.dtype, gpu: Gpu) -> None:
                 _new(rows, depth, dtype=dtype), w, None if turned else _new(columns, dtype=dtype), residual, tile=tile
             )
             if dtype == torch.float32 and few:  # stored in bfloat16
-                matmul.matmul(_new(rows, depth, dtype=dtype), _new(depth, columns, dtype=torch.bfloat16), tile=tile)
+                for some in (columns, 512):  # of few columns, each part has a program of its own
+                    matmul.matmul(_new(rows, depth, dtype=dtype), _new(depth, some, dtype=torch.bfloat16), tile=tile)
             if not tile.persistent and not turned and few and dtype != torch.float16:
                 with _instead(matmul, "gemm_tile", tile):
                     matmul.batched_matmul(_new(2, 64, 256, dtype=dtype), _new(2, 256, 512, dtype=dtype))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from replaylens.kernels.gpus import Gpu, gpu_of
+from replaylens.kernels.gpus import Gpu
 
 CANONICAL_VERSION = 3
 """part of the fingerprint; raised by any change that can move a bit"""
@@ -340,11 +340,6 @@ def next_power_of_2(n: int) -> int:
 def ceil_div(n: int, by: int) -> int:
     """The number of pieces of size `by` that cover n."""
     return -(-n // by)
-
-
-def num_multiprocessors(device: torch.device) -> int:
-    """The number of programs that run at once. It is 1 on a CPU, where the interpreter runs them one by one."""
-    return gpu_of(device).multiprocessors if device.type == "cuda" else 1
 
 
 def require(condition: bool, message: str, *values: object) -> None:

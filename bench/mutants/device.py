@@ -37,7 +37,8 @@ DEVICE = (
         "lens-by-the-device",
         "replaylens.kernels.launch",
         "return LensShape(128, 256, 64, 8, 3, persistent=True)",
-        "return LensShape(128, 256 if gpu_of(torch.device('cpu')).copies else 128, 64, 8, 3, persistent=True)",
+        "from replaylens.kernels.gpus import _imposed as gpu\n    "
+        "return LensShape(128, 256 if gpu and gpu.copies else 128, 64, 8, 3, persistent=True)",
         "canonical constants are the same on every GPU",
         (f"{GPUS}::test_canonical_constants_are_those_of_every_gpu",),
     ),
