@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from replaylens import tasks
+from replaylens.engine import machine
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadRequest,
@@ -545,7 +546,7 @@ def test_gpus_without_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatc
         Engine.load("coin-plain", device="cuda")
     with pytest.raises(UnsupportedModel, match=r"Apple GPUs \(mps\) are not supported.* Use device='cpu'"):
         Engine.load("coin-plain", device="mps")
-    assert assembly.unsupported(KNOWN["A100"], None) is None
+    assert machine.unsupported(KNOWN["A100"], None) is None
     monkeypatch.setattr("replaylens.kernels.gpus._imposed", None)
     monkeypatch.setenv("REPLAYLENS_GPU", "GTX 480")
     gpus._of.cache_clear()
