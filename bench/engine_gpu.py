@@ -6,8 +6,8 @@ Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's
 """
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from replaylens.engine.proof import fingerprint
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
+from replaylens.kernels.gpus import imposed
 
 EXPERTS = ModelConfig(
     48, 2048, 32, 4, 128, 6144, 151936, 8192, norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True,
@@ -211,6 +212,48 @@ def experts_passes() -> Lines:
     """Canonical passes of a mixture of experts against the fast path; the cost of capturing the routers' sites."""
     engine = experts()
     yield from passes(engine, frozenset(router_sites(engine.model)), "router sites", 0.03)
+
+
+# The facts of other GPUs
+
+
+@case("facts-gpu", ours="imposed", baseline="own", needs="gpu", clock="device", rounds=9, warm=2)
+def facts(names: tuple[str, ...] = ("A100", "4090", "5090"), batches: tuple[int, ...] = (1, 64)) -> Lines:
+    """Decode steps and prompts with the facts of other GPUs imposed against the device's own, first that bits are the same."""
+    engines = {"": llama()}
+    for name in names:
+        with imposed(name):
+            engines[name] = certified(Engine(llama().model, cache_tokens=64 * 512))
+
+    def under(name: str, work: Callable[[], Any]) -> Any:
+        with imposed(name) if name else nullcontext():
+            return work()
+
+    def compared(what: str, make: Callable[[Engine], tuple[Callable[[], Any], Any, Callable[[], Any]]], **more: Any) -> Lines:
+        """make  of an engine: what is timed, the bits that it gives, and what frees its memory"""
+        made = {name: under(name, partial(make, engine)) for name, engine in engines.items()}
+        for name in names:
+            same = all(torch.equal(*pair) for pair in zip(made[name][1], made[""][1], strict=True))
+            arms = {"imposed": partial(under, name, made[name][0]), "own": made[""][0]}
+            yield Line(f"{what}, facts of {name}", arms, check=same, **more)
+        for *_, free in made.values():
+            free()
+
+    def decoding(count: int, engine: Engine) -> tuple[Callable[[], Any], Any, Callable[[], Any]]:
+        branches = list(engine.prompts(prompts(engine, count, 128)))
+        engine.generate(branches, 8, sampling=ENDLESS)
+        bits = [torch.tensor([branch.tokens for branch in branches]), *(branch.kv().clone() for branch in branches[:2])]
+        return steps(engine, branches, STEPS), bits, partial(released, engine, branches)
+
+    def passing(rows: int, engine: Engine) -> tuple[Callable[[], Any], Any, Callable[[], Any]]:
+        segment = prompt_pass(engine, rows)
+        work = partial(engine.runner.exact, segment)
+        return work, [work().residual.clone(), work().logits.clone()], partial(engine.runner.pool.release, segment[0].table)
+
+    for count in batches:
+        yield from compared(f"decode, batch {count}", partial(decoding, count), per=STEPS, aim=">= 0.95")
+    for rows in (512, 2048):
+        yield from compared(f"prompt of {rows} tokens", partial(passing, rows), aim=">= 0.9")
 
 
 # Portable arithmetic

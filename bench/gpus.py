@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from importlib import import_module
 from itertools import product
 from multiprocessing import get_context
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import RESULTS, provenance
+from bench.harness import RESULTS, commit
 from replaylens.kernels import gpus
 from replaylens.kernels.gpus import KNOWN, Gpu
 
@@ -194,9 +195,10 @@ def products(dtype: torch.dtype, gpu: Gpu) -> None:
                 _new(rows, depth, dtype=dtype), w, None if turned else _new(columns, dtype=dtype), residual, tile=tile
             )
             if dtype == torch.float32 and few:  # stored in bfloat16
-                matmul.matmul(_new(rows, depth, dtype=dtype), _new(depth, columns, dtype=torch.bfloat16), tile=tile)
+                for some in (columns, 512):  # of few columns, each part has a program of its own
+                    matmul.matmul(_new(rows, depth, dtype=dtype), _new(depth, some, dtype=torch.bfloat16), tile=tile)
             if not tile.persistent and not turned and few and dtype != torch.float16:
-                with _chosen(matmul, tile):
+                with _instead(matmul, "gemm_tile", tile):
                     matmul.batched_matmul(_new(2, 64, 256, dtype=dtype), _new(2, 256, 512, dtype=dtype))
     if dtype == torch.float32:
         from replaylens.kernels.parts import lines
@@ -206,13 +208,14 @@ def products(dtype: torch.dtype, gpu: Gpu) -> None:
 
 
 @contextmanager
-def _chosen(module: Any, tile: Any) -> Iterator[None]:
-    """Meanwhile a module's products have a tile."""
-    before, module.gemm_tile = module.gemm_tile, lambda *given: tile
+def _instead(module: Any, name: str, answer: Any) -> Iterator[None]:
+    """Meanwhile a function of a module gives this answer."""
+    before = getattr(module, name)
+    setattr(module, name, lambda *given: answer)
     try:
         yield
     finally:
-        module.gemm_tile = before
+        setattr(module, name, before)
 
 
 def attentions(dtype: torch.dtype, gpu: Gpu, d_head: int, rest: int = 0) -> None:
@@ -292,14 +295,15 @@ def experts(dtype: torch.dtype, gpu: Gpu) -> None:
 
 
 def lenses(dtype: torch.dtype, gpu: Gpu) -> None:
-    """The logit lens."""
-    from replaylens.kernels.lens import lens
+    """The logit lens, with the copy engine where there is one, and without it, as for rows that are not aligned."""
+    from replaylens.kernels import lens
 
-    for vocab, turned in ((32768, True), (5003, False)):
+    for vocab, turned in ((32768, True), (5000, False)):
         w = _new(vocab, 512, dtype=dtype).t() if turned else _new(512, vocab, dtype=dtype)
-        for layers in (2, 64):
-            targets = _new(64, 4 if turned else 64, dtype=torch.int64)
-            lens(_new(layers, 64, 512, dtype=dtype), w, _new(512, dtype=dtype), final=layers - 1, targets=targets, softcap=30.0)
+        targets, layers = _new(64, 4 if turned else 64, dtype=torch.int64), 64 if turned else 2
+        with _instead(lens, "copyable", gpu.copies and turned):
+            x = _new(layers, 64, 512, dtype=dtype)
+            lens.lens(x, w, _new(512, dtype=dtype), final=layers - 1, targets=targets, softcap=30.0)
 
 
 def recurrences(dtype: torch.dtype, gpu: Gpu) -> None:
@@ -408,14 +412,17 @@ def kernels() -> set[str]:
     return {name for _, name in found if name.endswith("_kernel")}
 
 
-def summary(rows: Iterable[Compiled]) -> list[dict[str, Any]]:
-    """Of each kernel and compute capability the tile that takes most of the shared memory."""
-    most: dict[tuple[str, int], Compiled] = {}
-    for row in rows:
-        key = row.kernel, row.sm
-        if key not in most or row.shared > most[key].shared:
-            most[key] = row
-    return [asdict(row) for _, row in sorted(most.items())]
+def record(rows: list[Compiled]) -> dict[str, Any]:
+    """For docs/performance.md: of each kernel and compute capability the tile that takes most of the shared memory."""
+    from triton import __version__
+
+    most: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row.shared):
+        most.setdefault(row.kernel.strip("_").removesuffix("_kernel"), {})[f"sm_{row.sm}"] = asdict(row)
+    limits = {f"sm_{row.sm}": row.limit for row in sorted(rows, key=lambda row: row.sm)}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    proof = {"commit": commit(["bench/results"]), "machine": f"Triton {__version__} without a GPU", "arithmetic": "any"}
+    return {"name": "gpus", "date": date, "proof": {**proof, "compiled": len(rows), "limits": limits, "largest": most}}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -440,8 +447,7 @@ def main(words: Sequence[str] | None = None) -> int:
         f"{len(rows)} compiled for {', '.join(given.gpus)}: {len(large)} do not fit", *(f"not compiled: {x}" for x in missing)
     )
     if given.record and not large and not missing:
-        body = {"name": "gpus", "rows": [], **provenance(), "compiled": len(rows), "largest": summary(rows)}
-        (RESULTS / "gpus.json").write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        (RESULTS / "gpus.json").write_text(json.dumps(record(rows), indent=1) + "\n", encoding="utf-8")
     return 1 if large or missing else 0
 
 

@@ -308,18 +308,24 @@ def provenance(written: Sequence[str] = (), portable: bool = False) -> dict[str,
     portable  on a GPU: the run computes in float32
     """
 
+    return {
+        "commit": commit(written),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(portable),
+        "digest": arithmetic_digest(portable),
+    }
+
+
+def commit(written: Sequence[str] = ()) -> str:
+    """The commit of this tree; written: as of `provenance`."""
+
     def git(*words: str) -> str:
         if shutil.which("git") is None:
             return ""
         return subprocess.run(["git", *words], cwd=RESULTS, capture_output=True, text=True).stdout.strip()
 
     changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *(f":(top,exclude){each}" for each in written))
-    return {
-        "commit": os.environ.get(COMMIT) or git("rev-parse", "HEAD") + ("+changes" if changed else "") or "unknown",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(portable),
-        "digest": arithmetic_digest(portable),
-    }
+    return os.environ.get(COMMIT) or git("rev-parse", "HEAD") + ("+changes" if changed else "") or "unknown"
 
 
 @cache

@@ -95,8 +95,10 @@ class Book:
         return one
 
     def has(self, name: str, what: str = "", case: str | None = None) -> bool:
-        """Whether a file has a row that says just this, or any of a case."""
-        found = (row for row in self.file(name)["rows"] if case in (None, row.get("case")))
+        """Whether there is a file, and it has a row that says just this, or any of a case."""
+        if not (self.results / f"{name}.json").exists():
+            return False
+        found = (row for row in self.file(name).get("rows", [{"what": ""}]) if case in (None, row.get("case")))
         return any(what in ("", row["what"]) for row in found)
 
     def number(self, file: str, *keys: str | int) -> Any:

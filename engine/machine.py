@@ -6,9 +6,17 @@ import os
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, UnsupportedModel
+from replaylens.engine.terminal import Later
+
+if TYPE_CHECKING:
+    import torch
+
+    from replaylens.kernels import gpus
+else:
+    torch, gpus = Later("torch"), Later("replaylens.kernels.gpus")
 
 # ---- parts ------------------------------------------------------------------------------------------------------------
 
@@ -142,3 +150,29 @@ def in_bytes(count: int) -> str:
 
 def _are(count: int, what: str) -> str:
     return f"is {count} {what}" if count == 1 else f"are {count} {what}s"
+
+
+# ---- a GPU -------------------------------------------------------------------------------------------------------------
+
+
+def require_gpu(device: "torch.device") -> None:
+    """UnsupportedModel for a GPU that no kernel is compiled for, BadRequest if the facts of an unknown one are imposed."""
+    try:
+        gpu = gpus.gpu_of(device)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+    if (reason := unsupported(gpu, torch.version.hip)) is not None:
+        least = ".".join(map(str, gpus.OLDEST))
+        raise UnsupportedModel(
+            f"{reason} Kernels are compiled for NVIDIA GPUs of compute capability {least} and later (A100, RTX 30 and their "
+            "successors). Use device='cpu', whose float32 has the same bits everywhere."
+        )
+
+
+def unsupported(gpu: "gpus.Gpu", hip: str | None) -> str | None:
+    """Why no kernel runs on a GPU; None if they do."""
+    if hip is not None:
+        return f"{gpu.name} is an AMD GPU (ROCm {hip}), which is not supported."
+    if gpu.capability < gpus.OLDEST:
+        return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, which is not supported."
+    return None

@@ -40,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.gpus import gpu_of
+from replaylens.kernels.gpus import gpu_of, num_multiprocessors
 from replaylens.kernels.launch import (
     EXACT,
     KV_BLOCK,
@@ -51,7 +51,6 @@ from replaylens.kernels.launch import (
     ceil_div,
     heads_together,
     next_power_of_2,
-    num_multiprocessors,
     require,
     require_float,
     require_rows,

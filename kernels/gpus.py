@@ -105,6 +105,11 @@ def gpu_of(device: torch.device) -> Gpu:
     return _imposed or _of(device)
 
 
+def num_multiprocessors(device: torch.device) -> int:
+    """The number of programs that run at once. It is 1 on a CPU without imposed facts: the interpreter runs them one by one."""
+    return gpu_of(device).multiprocessors if _imposed or device.type == "cuda" else 1
+
+
 @lru_cache(maxsize=16)
 def _of(device: torch.device) -> Gpu:
     if name := os.environ.get(IMPOSED):

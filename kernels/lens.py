@@ -30,13 +30,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from replaylens.kernels.gpus import num_multiprocessors
 from replaylens.kernels.launch import (
     EXACT,
     LensShape,
     ceil_div,
     lens_shape,
     next_power_of_2,
-    num_multiprocessors,
     require,
     require_float,
     require_rows,

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from replaylens.kernels.gpus import gpu_of
+from replaylens.kernels.gpus import gpu_of, num_multiprocessors
 from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import (
     EXACT,
@@ -32,7 +32,6 @@ from replaylens.kernels.launch import (
     ceil_div,
     gemm_tile,
     grouped_rows,
-    num_multiprocessors,
     persistent_pays,
     require,
     require_float,

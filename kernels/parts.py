@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replaylens.kernels.gpus import gpu_of
+from replaylens.kernels.gpus import gpu_of, num_multiprocessors
 from replaylens.kernels.launch import (
     EXACT,
     FEW,
@@ -24,7 +24,6 @@ from replaylens.kernels.launch import (
     ceil_div,
     fitted,
     next_power_of_2,
-    num_multiprocessors,
     require,
     require_float,
     require_shape,

@@ -18,14 +18,13 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replaylens.kernels.gpus import Gpu
+from replaylens.kernels.gpus import Gpu, num_multiprocessors
 from replaylens.kernels.launch import (
     EXACT,
     AttentionTile,
     attention_tile,
     heads_together,
     next_power_of_2,
-    num_multiprocessors,
     require,
     require_shape,
 )

@@ -14,14 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from replaylens.kernels.attention import Workspace, checked_caches, require_slopes
-from replaylens.kernels.gpus import gpu_of
+from replaylens.kernels.gpus import gpu_of, num_multiprocessors
 from replaylens.kernels.launch import (
     KV_BLOCK,
     PAGE_SIZE,
     attention_tile,
     ceil_div,
     next_power_of_2,
-    num_multiprocessors,
     require,
     require_shape,
 )

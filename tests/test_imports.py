@@ -364,7 +364,7 @@ except AttributeError as error:
 print(json.dumps(found), flush=True)
 """
 TRIPS = {
-    "replaylens.Engine.load('coin-plain')": 71,
+    "replaylens.Engine.load('coin-plain')": 72,
     "replaylens.Dump.open(sys.argv[1])": 27,
     "replaylens.Engine.load('coin-thinking')": 0,
 }

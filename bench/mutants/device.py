@@ -6,7 +6,66 @@ PROGRAM = "tests/kernels/test_edit.py"
 
 BURSTS = "tests/kernels/test_draft_bursts.py"
 
+GPUS = "tests/kernels/test_gpus.py"
+
 DEVICE = (
+    Mutant(
+        "tiles-that-do-not-fit",
+        "replaylens.kernels.launch",
+        "fits = lambda one: product_bytes(one, dtype, gpu, gated) <= gpu.shared",
+        "fits = lambda one: True",
+        "a product's tile fits into the shared memory of a block",
+        (f"{GPUS}::test_every_tile_fits_by_the_rule",),
+    ),
+    Mutant(
+        "one-stage-too-few-is-reckoned",
+        "replaylens.kernels.launch",
+        "return step * (tile.stages if held else max(1, tile.stages - 1))",
+        "return step * max(1, tile.stages - 2)",
+        "the rule knows what Triton takes",
+        (f"{GPUS}::test_a_dozen_launches_fit_as_triton_compiles_them",),
+    ),
+    Mutant(
+        "wide-values-beside-their-keys",
+        "replaylens.kernels.softmax",
+        "LATE: tl.constexpr = q.dtype == tl.float32 and HEAD_BLOCK > 128",
+        "LATE: tl.constexpr = False",
+        "attention of heads of 256 in float32 fits into 99 KiB",
+        (f"{GPUS}::test_a_dozen_launches_fit_as_triton_compiles_them",),
+    ),
+    Mutant(
+        "lens-by-the-device",
+        "replaylens.kernels.launch",
+        "return LensShape(128, 256, 64, 8, 3, persistent=True)",
+        "from replaylens.kernels.gpus import _imposed as gpu\n    "
+        "return LensShape(128, 256 if gpu and gpu.copies else 128, 64, 8, 3, persistent=True)",
+        "canonical constants are the same on every GPU",
+        (f"{GPUS}::test_canonical_constants_are_those_of_every_gpu",),
+    ),
+    Mutant(
+        "facts-stay-imposed",
+        "replaylens.kernels.gpus",
+        "        _imposed = before\n",
+        "        pass\n",
+        "imposed facts are given back",
+        (f"{GPUS}::test_facts_are_imposed_and_given_back",),
+    ),
+    Mutant(
+        "cache-beside-nothing",
+        "replaylens.engine.serving.assembly",
+        "if cache + passes <= free and tokens >= fewest:",
+        "if cache <= free:",
+        "a cache that leaves no room for a pass is refused",
+        ("tests/engine/serving/test_memory.py::test_a_card_with_too_little_memory_is_refused_with_the_sizes",),
+    ),
+    Mutant(
+        "two-kinds-of-gpus-unsaid",
+        "replaylens.engine.records",
+        "self._of_gpu and other._of_gpu and self.device != other.device",
+        "self._of_gpu and other._of_gpu and self.device == other.device",
+        "a comparison of two kinds of GPUs says so",
+        ("tests/dumps/test_verify.py::test_diff_between_two_kinds_of_gpus",),
+    ),
     Mutant(
         "padded-with-zeros",
         "replaylens.kernels.parts",

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypedDict
 
 import torch
 
-from replaylens.engine.errors import BadRequest, NotEnoughMemory, UnsupportedModel
+from replaylens.engine.errors import BadRequest, NotEnoughMemory
 from replaylens.engine.loop.drafters import (
     Drafter,
     ForcedDrafter,
@@ -18,6 +18,7 @@ from replaylens.engine.loop.drafters import (
     TreeDrafter,
 )
 from replaylens.engine.loop.loop import Loop
+from replaylens.engine.machine import require_gpu
 from replaylens.engine.memory.cache import (
     PlacedCache,
     cache_bytes,
@@ -35,7 +36,7 @@ from replaylens.engine.proof.certificates import certificate_for
 from replaylens.engine.proof.fingerprint import weights_hash
 from replaylens.engine.request.values import as_int
 from replaylens.kernels.definition import CHUNK
-from replaylens.kernels.gpus import OLDEST, Gpu, gpu_of
+from replaylens.kernels.gpus import Gpu, gpu_of
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
@@ -224,28 +225,6 @@ def replay_on_devices(runner: Runner) -> None:
         spare,
         model.device,
     )
-
-
-def require_gpu(device: torch.device) -> None:
-    """UnsupportedModel for a GPU that no kernel is compiled for, BadRequest if the facts of an unknown one are imposed."""
-    try:
-        gpu = gpu_of(device)
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
-    if (reason := unsupported(gpu, torch.version.hip)) is not None:
-        raise UnsupportedModel(
-            f"{reason} Kernels are compiled for NVIDIA GPUs of compute capability {OLDEST[0]}.{OLDEST[1]} and later (A100, RTX "
-            "30 and their successors). Use device='cpu', whose float32 has the same bits everywhere."
-        )
-
-
-def unsupported(gpu: Gpu, hip: str | None) -> str | None:
-    """Why no kernel runs on a GPU; None if they do."""
-    if hip is not None:
-        return f"{gpu.name} is an AMD GPU (ROCm {hip}), which is not supported."
-    if gpu.capability < OLDEST:
-        return f"{gpu.name} has compute capability {gpu.capability[0]}.{gpu.capability[1]}, which is not supported."
-    return None
 
 
 def require_device(model: Decoder) -> None:

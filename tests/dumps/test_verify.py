@@ -351,6 +351,24 @@ def test_diff_across_fingerprints(reference: Dump, copy: Path) -> None:
     assert diff(reference, copy).difference is not None and diff(reference, copy).remarks == found.remarks
 
 
+def test_diff_between_two_kinds_of_gpus(reference: Dump, copy: Path) -> None:
+    """It says that bits of bfloat16 may differ there, and what to compare instead; not of one kind, nor in float32."""
+
+    def made_on(device: str, canonical: str = "cuda3:block64:split512") -> Dump:
+        dump = Dump.open(copy)
+        fingerprint = replace(dump.manifest.fingerprint, device=device, canonical=canonical, dtype="bfloat16")
+        dump.manifest = replace(dump.manifest, fingerprint=fingerprint)
+        return dump
+
+    found = diff(made_on("NVIDIA H200"), made_on("NVIDIA A100"))
+    said = (
+        "bits in bfloat16 hold on one kind of GPU, and these are of NVIDIA H200 here, NVIDIA A100 there; to compare what they "
+    )
+    assert f"\n{said}compute, make both in float32" in str(found)
+    for other in (made_on("NVIDIA H200"), reference):
+        assert "kind of GPU" not in str(diff(made_on("NVIDIA H200"), other))
+
+
 def test_diff_names_row_site_and_layer(reference: Dump, copy: Path) -> None:
     forge_shard(copy, 1, lambda tensors: tensors["blocks.1.mlp.hook_out"].view(torch.int32)[6, 2].bitwise_xor_(1))
     forge_digests(copy)

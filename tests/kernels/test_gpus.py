@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from replaylens.kernels import gpus, launch
+from replaylens.kernels.attention import attention
 from replaylens.kernels.gpus import KNOWN, MEASURED, gpu_of, imposed, known, read
+from replaylens.kernels.grouped import grouped_matmul
 from replaylens.kernels.launch import (
     GemmTile,
     attention_bytes,
@@ -23,6 +25,10 @@ from replaylens.kernels.launch import (
     heads_together,
     product_bytes,
 )
+from replaylens.kernels.lens import lens
+from replaylens.kernels.matmul import matmul
+from replaylens.kernels.route import plan
+from replaylens.kernels.shared import PagedRows
 
 ROOT = Path(__file__).parents[2]
 HALF = (torch.bfloat16, torch.float16)
@@ -117,7 +123,7 @@ def test_what_was_measured_stays() -> None:
     for tile in tables:
         assert fitted(tile, torch.bfloat16, MEASURED) == tile
     assert GemmTile(16, 128, 128, 4, 4) in tables
-    assert fitted(GemmTile(16, 128, 128, 4, 4), torch.bfloat16, KNOWN["4090"]) == GemmTile(16, 128, 128, 4, 3)
+    assert fitted(GemmTile(16, 128, 128, 4, 4), torch.bfloat16, KNOWN["4090"]) == GemmTile(16, 128, 64, 4, 6)
     for pairs, d_head, split in ((4, 128, True), (64, 64, False), (1000, 128, False), (1000, 256, False)):
         measured = launch._measured_attention(pairs, d_head, torch.bfloat16, 4, split, False)
         assert attention_tile(pairs, d_head, torch.bfloat16, MEASURED, 4, split) == measured
@@ -142,6 +148,32 @@ def test_a_tile_that_cannot_fit_is_refused_by_name() -> None:
         fitted(GemmTile(4096, 256, 64, 8, 3), torch.bfloat16, KNOWN["4090"])
 
 
+@pytest.mark.parametrize("name", ["A100", "4090", "5090"])
+def test_imposed_facts_move_no_bit(name: str, case: Any, same: Any) -> None:
+    """Products, attention with heads of up to 256, experts and the lens, with the device's own facts and with others."""
+    device = torch.device(case.device)
+    at = case.tensor(list(range(19))), case.tensor([list(range(1, 3))])
+    rows = PagedRows(torch.zeros_like(at[0]), at[0], at[1])
+    chosen = torch.arange(12, device=device).view(6, 2) % 3
+
+    def computed() -> list[torch.Tensor]:
+        found = [matmul(case.randn(n, 96), case.randn(96, 200, seed=1)) for n in (1, 5, 40)]
+        for d_head in (64, 256):
+            q, k, v = (case.randn(n, heads, d_head, seed=n) for n, heads in ((19, 4), (64, 2), (48, 2)))
+            found.append(attention(q, k, torch.cat([v, v[:16]]), rows, 0.1))
+        made = plan(chosen, 3, launch.grouped_rows(12, 3, case.dtype))
+        found.append(grouped_matmul(case.randn(6, 64, seed=3), case.randn(3, 64, 64, seed=4), None, made, 2, "silu", True))
+        x, w = case.randn(2, 3, 64, seed=5), case.randn(64, 300, seed=6)
+        seen = lens(x, w, case.randn(64, seed=7), final=1, k=3)
+        return [*found, seen.entropy, seen.log_sum_exp, seen.top_log_probs]
+
+    own = computed()
+    with imposed(name):
+        assert gpu_of(device) is KNOWN[name]
+        for mine, theirs in zip(own, computed(), strict=True):
+            same(mine, theirs)
+
+
 # ---- what Triton compiles --------------------------------------------------------------------------------------------
 # In a process of its own: here, kernels are interpreted.
 
@@ -153,7 +185,7 @@ from bench.gpus import KNOWN, compiling
 from replaylens.kernels import launch, matmul
 from replaylens.kernels.attention import PagedRows, attention
 
-def run(name, d_head=256):
+def run(name, d_head):
     found = {}
     new = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype)
     with compiling(KNOWN[name], found), torch.inference_mode():
@@ -164,7 +196,7 @@ def run(name, d_head=256):
         attention(q, cache, cache, at, 0.125, split=False)
     return [asdict(row) | {"fits": row.fits} for row in found.values()]
 
-made = [row for name in NAMES for row in run(name)]
+made = [row for name in NAMES for row in run(name, 256 if name == CONTROL else 64)]
 launch.fitted = lambda tile, *given: tile  # the tables as they were measured
 launch.gemm_tile.cache_clear()
 print(json.dumps({"made": made, "measured": run(CONTROL, 64)}))

@@ -15,7 +15,6 @@ from rich.table import Table
 from replaylens.commands.options import MODEL_HELP, DtypeOption, RanksOption
 from replaylens.commands.reporting import reporting
 from replaylens.engine.machine import optional, require_room
-from replaylens.kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
     from replaylens.engine.engine import Engine
@@ -41,6 +40,7 @@ def doctor(
         return
     from replaylens.engine.proof import certificates
     from replaylens.engine.serving.assembly import Sizes
+    from replaylens.kernels.gpus import gpu_of
     from replaylens.weights.opening import RANKS, default_dtype
 
     with reporting():

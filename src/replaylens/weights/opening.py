@@ -18,13 +18,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from replaylens.engine.errors import BadRequest, FetchFailed, UnsupportedModel, nearest, no_such
-from replaylens.engine.machine import optional
+from replaylens.engine.machine import optional, require_gpu
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import freeze
 from replaylens.engine.model.text import Text
 from replaylens.engine.records import DTYPES
 from replaylens.engine.request.values import as_bool, as_list, short_repr
-from replaylens.engine.serving.assembly import require_gpu
 from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.weights import loading, zoo
 from replaylens.weights.source import HubOptions, is_hub_name

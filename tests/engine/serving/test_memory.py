@@ -11,9 +11,11 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,20 +23,31 @@ import torch
 from torch import Tensor
 
 from replaylens import tasks
+from replaylens.engine import machine
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import (
     BadRequest,
     Caveat,
     ClosedBranch,
     EngineError,
+    NotEnoughMemory,
+    UnsupportedModel,
 )
+from replaylens.engine.memory import cache as cache_module
 from replaylens.engine.memory.tree import BranchStatus
+from replaylens.engine.model.config import ModelConfig, Rope
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.request.edits import Edit
 from replaylens.engine.request.sampling import Sampling
+from replaylens.engine.serving import assembly
+from replaylens.kernels import gpus
+from replaylens.kernels.gpus import KNOWN, imposed
 from replaylens.tasks import get
+from replaylens.weights.source import require_fit
 from tests.toy_model import VOCAB, continuation, engine, random_model, toy
 
+LLAMA = ModelConfig(32, 4096, 32, 8, 128, 14336, 128256, 8192, rotary_dim=128, rope=Rope(theta=5e5), tied_embeddings=False)
+"""Llama-3.1-8B's shape"""
 Cycle = Callable[[Engine, random.Random], object]
 
 
@@ -459,3 +472,83 @@ def test_nothing_that_is_kept_depends_on_the_size_of_the_cache(monkeypatch: pyte
         found.add((subject.fingerprint.digest, subject.replay(examples, sites="STC").digest, drawn.digest, repr(drawn.plan)))
         assert subject.cache_tokens in (8192, 1 << 20)
     assert len(found) == 1
+
+
+# ---- the memory of a GPU -------------------------------------------------------------------------------------------------
+# Pure functions of facts: no GPU is needed.
+
+
+def on_gpu(
+    monkeypatch: pytest.MonkeyPatch, name: str, held: int, config: ModelConfig = LLAMA, **options: Any
+) -> assembly.Sizes:
+    """The sizes of an engine on a GPU of this name after `held` bytes of weights."""
+    with imposed(name) as gpu:
+        free = max(0, gpu.memory - held)
+        for module in (cache_module, assembly):
+            monkeypatch.setattr(module, "free_on", lambda place: free)
+        monkeypatch.setattr("torch.cuda.memory_allocated", lambda device=None: held)
+        model: Any = SimpleNamespace(config=config, stages=(), device=torch.device("cuda"), dtype=torch.bfloat16)
+        return assembly.Sizes.of(model, **options)
+
+
+def test_an_8b_model_fits_into_24_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 15.0 GiB leave room for KV and passes, which follow from what is there; a larger GPU has more of both."""
+    weights = 2 * 8_030_000_000
+    small = on_gpu(monkeypatch, "4090", weights)
+    assert (small.tokens, small.lone_rows) == (8192, 8192)
+    kv, passes = 8192 * 131_072, 8192 * 2 * 69_632  # keys and values; four residual streams, heads, gate, up and hidden
+    free = (24 << 30) - weights - kv - passes
+    parts = (
+        f"weights 15.0 GiB, KV of cache_tokens=8,192 {kv / 2**30:.1f} GiB, passes of up to 8,192 rows {passes / 2**30:.1f} GiB"
+    )
+    assert small.memory == f"24.0 GiB of 4090: {parts}; {free / 2**30:.1f} GiB stay free"
+    large = on_gpu(monkeypatch, "H200", weights)
+    assert (large.tokens, large.lone_rows) == (1 << 16, 8192)
+    assert on_gpu(monkeypatch, "4090", weights + (2 << 30)).lone_rows == 4096
+    assert on_gpu(monkeypatch, "4090", weights, tokens=16384, max_rows=256).tokens == 16384
+
+
+def test_a_card_with_too_little_memory_is_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 300 << 20
+    with pytest.raises(NotEnoughMemory, match=r"4090 has 24\.0 GiB, of which 0\.3 GiB are free.*smaller max_rows, or divide"):
+        on_gpu(monkeypatch, "4090", (24 << 30) - left, max_rows=1 << 14)
+    with pytest.raises(NotEnoughMemory, match=r"KV of cache_tokens=65,536 8\.0 GiB.* Give cache_tokens=\d+ at most") as found:
+        on_gpu(monkeypatch, "4090", 17 << 30, tokens=65536)
+    most = int(re.findall(r"cache_tokens=(\d+) at most", str(found.value))[0])
+    assert on_gpu(monkeypatch, "4090", 17 << 30, tokens=most).tokens == most, "what the refusal proposes is taken"
+    with pytest.raises(NotEnoughMemory):
+        on_gpu(monkeypatch, "4090", 17 << 30, tokens=most + 16)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
+    with pytest.raises(
+        NotEnoughMemory, match=r"weights take 131\.4 GiB in bfloat16, and 4090 has 23\.5 GiB free of 24\.0"
+    ) as found:
+        require_fit(2 * 70_553_706_496, torch.bfloat16, KNOWN["4090"], int(23.5 * 2**30))
+    assert "Use a smaller model, several GPUs (devices=[...]), or device='cpu'." in str(found.value)
+    require_fit(16 << 30, torch.bfloat16, KNOWN["4090"], 23 << 30)
+
+
+def test_gpus_without_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sm_75 and older, ROCm and MPS, each with what works; and facts of a GPU that nobody knows."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    old = replace(KNOWN["A10"], name="Tesla T4", capability=(7, 5))
+    monkeypatch.setattr("replaylens.kernels.gpus._imposed", old)
+    works = r"Use device='cpu', whose float32 has the same bits everywhere\.$"
+    with pytest.raises(
+        UnsupportedModel, match=r"^Tesla T4 has compute capability 7\.5, which is not supported\. .*8\.0.*" + works
+    ):
+        Engine.load("coin-plain", device="cuda")
+    monkeypatch.setattr("replaylens.kernels.gpus._imposed", KNOWN["A10"])
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    with pytest.raises(UnsupportedModel, match=r"is an AMD GPU \(ROCm 6\.4\), which is not supported\..*" + works):
+        Engine.load("coin-plain", device="cuda")
+    with pytest.raises(UnsupportedModel, match=r"Apple GPUs \(mps\) are not supported.* Use device='cpu'"):
+        Engine.load("coin-plain", device="mps")
+    assert machine.unsupported(KNOWN["A100"], None) is None
+    monkeypatch.setattr("replaylens.kernels.gpus._imposed", None)
+    monkeypatch.setenv("REPLAYLENS_GPU", "GTX 480")
+    gpus._of.cache_clear()
+    with pytest.raises(BadRequest, match=r"Unknown GPU 'GTX 480'\. Use one of A100, "):
+        Engine.load("coin-plain", device="cuda")
