@@ -74,7 +74,8 @@ def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(tree, slice):
         return slice(*(mapped(x, leaf) for x in (tree.start, tree.stop, tree.step)))
     if isinstance(tree, tuple | list):
-        return type(tree)(mapped(x, leaf) for x in tree)
+        found = (mapped(x, leaf) for x in tree)
+        return list(found) if isinstance(tree, list) else tuple(found)
     if isinstance(tree, Heads | Recurrence):
         return replace(tree, **{field.name: mapped(getattr(tree, field.name), leaf) for field in fields(tree)})
     return leaf(tree)

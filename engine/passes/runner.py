@@ -288,8 +288,8 @@ class Runner:
 
     @cached_property
     def recorded(self) -> "RecordedPasses | None":
-        """The recorded passes of a CPU. None: passes are not recorded, since other processes compute parts of them, or since they
-        need more than what enters."""
+        """The recorded passes of a CPU. None: other processes compute parts of them, or they need more than what
+        enters."""
         if self.kernels or self.device != "cpu" or self.model.stages or self.elsewhere is not None or 0 not in self.entries:
             return None
         from replaylens.engine.passes.recorded import RecordedPasses
@@ -400,7 +400,8 @@ class Runner:
                 logits = self._head(residual[-1:], PassTap(frozenset()))[0]
             else:
                 with recorder:
-                    residual = self._launched(batch, cache, recorder.tap(outer), through=recorder.ops)
+                    x = self.model.embedding(batch.tokens, batch.positions, recorder.tap(outer))
+                    residual = self._blocks(x, batch, cache, recorder.tap(outer), through=recorder.ops)
                     logits = self.model.logits(residual[-1:], recorder.ops(self.head_ops()), recorder.tap(None))[0]
             finite(logits, "logits")
         before = {} if outer is None else {site: value[:num_rows] for site, value in outer.values.items()}
@@ -459,14 +460,12 @@ class Runner:
             tap.values.update(ran.values)
         return ran.residual
 
-    def _launched(
-        self, batch: Batch, cache: AnyCache, tap: Tap | None, end: int | None = None, exact: bool = True, **more: Any
-    ) -> Tensor:
-        """A pass from the tokens up to block `end`, launched: [rows, d_model]. `more`: of `_blocks`"""
+    def _launched(self, batch: Batch, cache: AnyCache, tap: Tap | None, end: int | None = None, exact: bool = True) -> Tensor:
+        """A pass from the tokens up to block `end`, launched: [rows, d_model]"""
         x = self.model.embedding(batch.tokens, batch.positions, tap)
         if end is None and cache is self.cache and (ran := self._from_recording(x, batch, tap, exact)) is not None:
             return ran
-        return self._blocks(x, batch, cache, tap, 0, end, exact=exact, **more)
+        return self._blocks(x, batch, cache, tap, 0, end, exact=exact)
 
     def _from_recording(self, x: Tensor, batch: Batch, tap: Tap | None, exact: bool) -> Tensor | None:
         """All blocks over x by a recorded pass, as `_launched` would run them. None: there is none."""
