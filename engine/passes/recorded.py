@@ -196,7 +196,8 @@ class Extent:
         return np.flatnonzero((given >= self.first) & (given < self.first + self.size))
 
 
-class _Group(NamedTuple):
+@dataclass(frozen=True)
+class _Group:
     """Results of equal shape, one after another."""
 
     at: int
