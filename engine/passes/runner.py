@@ -585,12 +585,14 @@ class Runner:
 
         while self._sparse:
             self._sparse.pop().compact()
-        groups = tap.stacked(names, packed, num_rows)
+        every = len(packed) == num_rows
         if self.device == "cpu":
-            sent = PendingRows(groups, 0, self._sparse.append)
+            sent = PendingRows(tap.copied(names, packed, num_rows), 0, self._sparse.append)
         else:
+            groups, index = tap.stacked(names), None if every else torch.tensor(packed).to(self.device, non_blocking=True)
+            groups = [(group, x[:, :num_rows] if index is None else x.index_select(1, index)) for group, x in groups]
             sent = PendingRows(groups, 0) if keep == "device" else self.host_copy.send(groups)
-        tap.sent[keep] = (sent, None if len(packed) == num_rows else {row: i for i, row in enumerate(packed)})
+        tap.sent[keep] = (sent, None if every else {row: i for i, row in enumerate(packed)})
 
     def kept(self, rows: Rows, keep: Keep) -> Mapping[str, Tensor]:
         """Rows -> the same where they are kept, possibly still in transfer. What the host computed is there."""

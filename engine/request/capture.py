@@ -117,24 +117,22 @@ class PassTap:
         first = packed[0] if row_of is None else row_of[packed[0]]
         return sent.view(sites, first, first + len(packed))
 
-    def stacked(self, sites: Iterable[str], packed: Sequence[int], num_rows: int) -> list[tuple[tuple[str, ...], Tensor]]:
-        """Some packed rows of sites, [sites, rows, ...], sites of one shape together: one copy per pass, not one per branch.
+    def stacked(self, sites: Iterable[str]) -> list[tuple[tuple[str, ...], Tensor]]:
+        """Sites of equal shape together, [sites, rows, ...]: one transfer per pass, not one per site and branch."""
+        return [(names, torch.stack([self.values[site] for site in names])) for names in self.of_one_shape(sites)]
 
-        num_rows  the rows of the pass; if all are wanted, they need not be picked out
-        """
-        groups, index = self.of_one_shape(sites), torch.tensor(packed) if len(packed) < num_rows else None
-        found = []
-        for names in groups:
-            parts = [self.values[site] for site in names]
-            if parts[0].device.type != "cpu":
-                x = torch.stack(parts)
-                index = None if index is None else index.to(x.device, non_blocking=True)
-                x = x[:, :num_rows] if index is None else x.index_select(1, index)
-            else:
-                x = _unmapped(parts[0], (len(parts), len(packed), *parts[0].shape[1:]))
-                for part, rows in zip(parts, x, strict=True):
-                    rows.copy_(part[:num_rows]) if index is None else torch.index_select(part, 0, index, out=rows)
-            found.append((names, x))
+    def copied(self, sites: Iterable[str], packed: Sequence[int], num_rows: int) -> list[tuple[tuple[str, ...], Tensor]]:
+        """The same of some packed rows on a CPU. `num_rows`: those of the pass; all of them need not be picked out."""
+        found, index = [], torch.tensor(packed) if len(packed) < num_rows else None
+        for names in self.of_one_shape(sites):
+            like = self.values[names[0]]
+            whole = _unmapped(like, (len(names), len(packed), *like.shape[1:]))
+            for site, rows in zip(names, whole, strict=True):
+                if index is None:
+                    rows.copy_(self.values[site][:num_rows])
+                else:
+                    torch.index_select(self.values[site], 0, index, out=rows)
+            found.append((names, whole))
         return found
 
     def of_one_shape(self, sites: Iterable[str]) -> list[tuple[str, ...]]:

@@ -183,9 +183,8 @@ class ThinkingRecording(Recording):
         return [self.thoughts.rows(site, self.base, self.end)] if site in self.wanted else super().pieces(site)
 
     def runs(self, sites: Sequence[str]) -> list[Run]:
-        if not any(site in self.wanted for site in sites):
-            return super().runs(sites)
-        return [({site: self.peek(site) for site in sites}, None, 0, self.end - self.base)]
+        made = any(site in self.wanted for site in sites)
+        return [({s: self.peek(s) for s in sites}, None, 0, self.end - self.base)] if made else super().runs(sites)
 
 
 # ---- sites -----------------------------------------------------------------------------------------------------------

@@ -566,6 +566,24 @@ def test_all_sites_of_many_branches_in_one_call() -> None:
 # ---- rows that are handed over ---------------------------------------------------------------------------------------
 
 
+def test_a_branch_that_is_left_does_not_keep_the_rows_of_a_whole_pass() -> None:
+    """Rows of a pass lie together. When few are wanted any more, they move out at the next pass that captures."""
+    subject = engine()
+    branches = subject.prompts([PROMPT] + [[(i + j) % 40 for j in range(9)] for i in range(7)], sites="STC")
+    expected = branches[0].activations.copied()
+
+    def storage() -> set[int]:
+        rows = branches[0].activations
+        return {rows.peek(site).untyped_storage().nbytes() for site in expected}
+
+    own = max(x.nbytes for x in expected.values())
+    assert min(storage()) > 4 * own, "the control: all rows of the pass are there"
+    del branches[1:]
+    subject.prompt(PROMPT[::-1], sites="S")
+    assert max(storage()) == own
+    assert all(torch.equal(branches[0].activations[site], x) for site, x in expected.items())
+
+
 def test_released_branches_hand_their_rows_over() -> None:
     """The rows themselves, without a copy, if nobody else has them; whatever becomes of them, nobody else's change."""
     subject, prompts = engine(), [PROMPT, PROMPT[:5], PROMPT[::-1]]

@@ -336,7 +336,8 @@ def test_nothing_is_stacked_where_nothing_is_kept(engine_of_positions: Engine, m
     from replaylens.engine.request.capture import PassTap
 
     branch = engine_of_positions.prompt(TEXT_OF_POSITIONS, sites="STC", positions="last")
-    monkeypatch.setattr(PassTap, "stacked", lambda *_: pytest.fail("rows of the response were taken"))
+    for name in ("stacked", "copied"):
+        monkeypatch.setattr(PassTap, name, lambda *_: pytest.fail("rows of the response were taken"))
     branch.generate(5, sampling=LONG, drafter="ngram")
     assert branch.activations.positions() == [branch.root_length - 1]
 
