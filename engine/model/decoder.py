@@ -511,9 +511,7 @@ class Decoder(Packable):
         try:
             model = deepcopy(self, known)
         except (TypeError, RuntimeError) as e:
-            raise UnsupportedModel(
-                f"This model's wiring cannot be copied ({e}). Keep in its modules what copy.deepcopy takes."
-            ) from e
+            raise UnsupportedModel(f"This wiring cannot be copied ({e}). Keep in its modules what copy.deepcopy takes.") from e
         model._tabulate()
         return model
 
