@@ -43,8 +43,9 @@ from replaylens.kernels.threads import bits, divided
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
-_BLOCK = 64
-"""rows whose tiles stay in the cache together. Moves no bit"""
+_BLOCK, _MOST_ROWS, _HELD = 64, 256, 1 << 17
+"""rows whose tiles stay in the cache together: at least, at most, and how many numbers of theirs do. Weights are read again for
+each such block. Moves no bit"""
 _FEW_PANELS = 4
 _NARROW = 16
 """rows up to which bfloat16 weights are widened within each tile (331 us at 8 rows), not panel by panel (502). Moves no bit"""
@@ -227,14 +228,15 @@ def _product(given, index, count):
     first_tile, end_tile = share(index % row_parts, row_parts, (all_rows + TILE - 1) // TILE)
     first, rows = first_tile * TILE, min(all_rows, end_tile * TILE) - first_tile * TILE
     x, out, residual = x + 4 * first * ldx, out + 4 * first * ldo, residual + 4 * first * ldr if residual else 0
-    packed = np.empty(_BLOCK * inputs, np.float32)
-    levels = np.empty(3 * _BLOCK * PANEL, np.float32)
-    edge = np.empty(_BLOCK * PANEL, np.float32)
+    most = min(max(_BLOCK, min(_MOST_ROWS, _HELD // inputs // TILE * TILE)), (rows + TILE - 1) // TILE * TILE)
+    packed = np.empty(most * inputs, np.float32)
+    levels = np.empty(3 * most * PANEL, np.float32)
+    edge = np.empty(most * PANEL, np.float32)
     widen, size = short and rows > _NARROW, 2 if short else 4
     wide = np.empty(inputs * PANEL if widen else 1, np.float32)
     held, sums, edges = np.intp(packed.ctypes.data), np.intp(levels.ctypes.data), np.intp(edge.ctypes.data)
-    for block in range(0, rows, _BLOCK):
-        tiles = min(_BLOCK, rows - block)
+    for block in range(0, rows, most):
+        tiles = min(most, rows - block)
         done = 0
         while done < tiles:
             h = height(tiles - done, TILE)
