@@ -247,7 +247,7 @@ def probe_found(effect: float, outcomes: int, any_cell: bool, groups: int = 60) 
         logits = effect * x[0, :, :outcomes] + 0.7 * generator.normal(size=(forks, outcomes)) + 0.5 * shared
         p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
         counts = np.stack([generator.multinomial(20, each) for each in p])
-        tokens = [generator.integers(12, size=5 + generator.integers(5)) for _ in range(forks)]
+        tokens = [generator.integers(12, size=9 + generator.integers(5)) for _ in range(forks)]
         how = dict(tokens=tokens, estimator="logistic")
         report = outcome_probe({("S", 0): x[0], ("S", 1): x[1]}, counts, np.repeat(np.arange(groups), 2), **how)  # type: ignore[arg-type]
         shown = [line.startswith("Shown") for line in report.findings]

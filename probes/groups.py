@@ -124,10 +124,21 @@ INDEPENDENT = "independent"
 """value of `groups` that takes every text as independent of the others"""
 
 
+APART = "taken as independent"
+"""column of the index of rows whose texts are"""
+
+
+def taken_as_independent(rows: ProbeRows) -> ProbeRows:
+    """The rows with every text as an observation of its own, whatever it shares with others from its beginning. The verdicts of
+    `sweep` say so; `sweep(groups="independent")` does the same."""
+    wider = None if rows.wider is None else replace(rows.wider, frame=rows.wider.frame.assign(**{APART: True}))
+    return replace(rows, frame=rows.frame.assign(**{APART: True}), wider=wider)
+
+
 def alike(rows: ProbeRows) -> np.ndarray:
     """[rows]: a value for each row, equal for rows of texts that begin alike. Of tasks, whose prompts are independent draws,
     of rows whose caller gave keys, and of rows without tokens, rows of one root alone."""
-    if "key" in rows.frame or (rows.about.task is not None and not rows.about.of_texts):
+    if APART in rows.frame or "key" in rows.frame or (rows.about.task is not None and not rows.about.of_texts):
         return rows.roots
     paths = histories(rows)
     if paths is None:
@@ -336,7 +347,7 @@ def independent(given: ProbeRows, labels: Sequence[Target] = (), groups: str | N
 def _rule(rows: ProbeRows, groups: str | None, roots: int, texts: int) -> str:
     """Which of so many roots are one group, in words; `texts` groups of them begin alike."""
     same = "prompts that share a row are one"
-    if groups == INDEPENDENT:
+    if groups == INDEPENDENT or APART in rows.frame:
         return f"{same}; all others were taken as independent on request, whatever their texts share"
     if groups is not None:
         return f"{same}, and so are those of one {groups!r}"

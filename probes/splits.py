@@ -109,8 +109,9 @@ def fold_of_groups(groups: np.ndarray, folds: int, seed: int = 0) -> np.ndarray:
     different, place = np.unique(groups, return_inverse=True)
     if folds < 2 or len(different) < folds:
         raise TooFewGroups(
-            f"{len(different)} independent groups of prompts for {folds} folds. Prompts that share a row are one group. "
-            f"Give at least 2 folds and as many groups: more prompts, or a later position."
+            f"{len(different)} independent groups of prompts for {folds} folds. Prompts that share a row are one group, and so "
+            f"are texts that begin alike (groups.taken_as_independent takes them apart). Give at least 2 folds and as many "
+            f"groups: more prompts, or a later position."
         )
     keys = [hashlib.sha256(f"{seed}:{group}".encode()).hexdigest() for group in different]
     rank = np.empty(len(different), dtype=np.int64)

@@ -460,7 +460,7 @@ def draw(parts: dict[str, dict[str, Any]]) -> Figure:
         told = parts[name]["drafters"][drafter]
         layers = told["transfer"].get("layers", {})
         best = max(layers, key=lambda cell: layers[cell]["accepted to rejected"]["value"], default=None)
-        shown = COLOURS[0 if told["transfer"].get("verdict", "").startswith("Shown") else 1]
+        shown = COLOURS[0 if told["transfer"].get("verdict", "").startswith("Shown:") else 1]
         if best is not None:
             found = layers[best]["accepted to rejected"]
             rival = found["value"] - min(each["value"] for each in layers[best]["above"].values())

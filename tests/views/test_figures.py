@@ -325,8 +325,11 @@ def test_sweeps() -> None:
     for axis, site in zip(made.axes[:2], "ST", strict=True):
         own = table[table["site"] == site].pivot(index="position", columns="layer", values="accuracy")
         assert np.allclose(axis.images[0].get_array(), own.loc[["a long name of a position", "query"]])
-        assert sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axis.lines) == [(2, 0), (2, 1)]
-    assert ["p ≤ 0.05" in text.get_text() for text in made.legends[0].get_texts()] == [True], "the dots are explained"
+        marks = {(line.get_xdata()[0], line.get_ydata()[0]): line.get_marker() for line in axis.lines}
+        assert len(marks) == 6 and [at for at in sorted(marks) if marks[at] == "o"] == [(2, 0), (2, 1)], (
+            "others have a mark, too"
+        )
+    assert {text.get_text() for text in made.legends[0].get_texts()} <= {"shown", "below", "undecided"}, "marks are explained"
     curves = report.curves(sweep_table()).axes[0]
     assert curves.lines[0].get_ydata().tolist() == pytest.approx([0.55, 0.65, 0.75])
     controls = {line.get_label(): line.get_ydata().tolist() for line in curves.lines if line.get_linestyle() == "--"}

@@ -703,7 +703,7 @@ def test_the_page_opens_with_the_best_cells() -> None:
     told = re.findall(r"<li>([^<]*)</li>", html)
     assert [line.split(":")[:2] for line in told] == [
         ["Shown", " face at a long name of a position (logistic)"],
-        ["Undecided", " later at a long name of a position (logistic)"],
+        ["Undecided", " n would have to be about 130 groups"],
         ["transfer", " first"],
     ]
     assert html.startswith("<p>12 examples.</p>") and "transfer: second" not in html

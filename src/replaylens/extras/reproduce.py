@@ -27,6 +27,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.probes.causal import find_direction, interchange
 from replaylens.probes.forks.change_points import change_points
 from replaylens.probes.forks.importance import importance
+from replaylens.probes.groups import taken_as_independent
 from replaylens.probes.questions.transfer import transfer_across
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
@@ -371,7 +372,7 @@ def _probe_shift(load: Load) -> Found:
         "without": [[*_chat(text), {"role": "assistant", "content": said}] for text, said in zip(bare, answers, strict=True)],
     }
     rows = {name: ProbeRows.of(engine.replay(each, labels={"lies": lies}, sites="S")) for name, each in texts.items()}
-    joined, scores = ProbeRows.join(**rows), dict[str, float]()
+    joined, scores = taken_as_independent(ProbeRows.join(**rows)), dict[str, float]()  # as published, by topic
     for other in ("styled", "without"):
         report = transfer_across(joined, "lies", fit_on="plain", test_on=other, layers=[15], position="last")
         scores |= {line["what"].split(": ")[1]: line["accuracy"] for line in report.lines if line["what"].startswith("S")}

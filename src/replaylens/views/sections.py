@@ -64,8 +64,7 @@ def better(one: DumpedExample | None, other: DumpedExample) -> DumpedExample:
     return other if one is None or (tells and not (one.num_rejected > 0 and one.correct is not False)) else one
 
 
-VERDICTS = ("Shown", "Undecided", "Inverted", "Readable, ", "Not shown:")
-"""how findings with a verdict begin; the last two, those of earlier versions"""
+VERDICTS = ("Shown", "Undecided", "Inverted", "Readable, ", "Not shown:")  # the last two: of earlier versions
 
 
 def _headlines(report: Report) -> list[str]:
@@ -143,7 +142,7 @@ def _transferred(report: Report) -> str:
     best = _accepted_to_rejected(report)
     if best is None:
         return ""
-    shown = any(line.startswith("Shown:") for line in report.summary())  # "Shown to be below" is none
+    shown = any(line.startswith("Shown:") for line in report.summary())
     read = "can be read as well" if shown else "are not shown to be readable"
     text = [line["accuracy"] for line in report.lines if line["what"].endswith(_WAY) and line.get("site") is None]
     against = f". A guess from tokens or position is right in {max(text):.0%}" if text else ""

@@ -392,9 +392,9 @@ def test_a_stop_function_says_true_or_false(engine: Engine, watch: Watch, wanted
     engine.check_integrity()
 
 
-def test_rules_of_stops_and_alarms(engine: Engine) -> None:
+def test_rules_of_stops_and_alarms() -> None:
     """Above, below, and the probe's own alarm, which is printed with its rate; rules that are none are refused by name."""
-    prompts = ["A coin's state is heads. Alice flips.", "A coin's state is tails. Bob flips."]
+    engine, prompts = Engine.load("coin-plain"), [f"A coin's state is {face}. Alice flips." for face in ("heads", "tails")]
     probe = fit_probe(engine.replay(tasks.get("coin")(flips=(1, 3)).examples(24), sites="S"), "face", layer=3)
     scores = probe.apply(engine, prompts * 10)
     armed = probe.with_alarm(scores, [i % 2 == 0 for i in range(20)], scores, rate=0.9)
