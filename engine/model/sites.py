@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from replaylens import boundary
 from replaylens.engine.errors import BadEdit, Caveat, UnknownSite
@@ -452,6 +453,12 @@ def _words(sites: str | list[str] | tuple[str, ...]) -> list[str]:
 
 def _is_letters(word: str) -> bool:
     return isinstance(word, str) and set(word) <= set(LETTERS)
+
+
+def own_wiring(model: Any) -> type | None:
+    """The first class of its modules that is not one of the package; None: all are."""
+    own = (type(module) for module in model.modules() if not type(module).__module__.startswith(("replaylens.", "torch.nn.")))
+    return next(own, None)
 
 
 @lru_cache(maxsize=32)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from replaylens.engine.errors import BadConfig, BadRequest, BadWeights, EngineError, FetchFailed, UnsupportedModel
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.sites import own_wiring
 from replaylens.engine.terminal import Later
 from replaylens.weights.source import (
     ADAPTER_FILE,
@@ -411,6 +412,11 @@ def load(
         )
     if isinstance(source, Decoder):
         require_unchecked(check, "a Decoder")
+        if (own := own_wiring(source)) is not None:
+            raise UnsupportedModel(
+                f"This decoder has a wiring of its own ({own.__name__}), which a loaded one would not have. Give it to Engine "
+                "itself: Engine(model)."
+            )
         return build(source.config, dict(source.state_dict()), dtype, device, packed)
     if hasattr(source, "original_model"):  # a TransformerBridge keeps the Hugging Face model it wraps
         return _load_bridge(source, dtype, check, device, packed)
