@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor
 
-from replaylens.engine.errors import BadRequest
+from replaylens.engine.errors import BadRequest, UnsupportedModel
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.loop.loop import Loop
 from replaylens.engine.memory.cache import PlacedCache
@@ -155,6 +155,18 @@ class Engine(NotCopyable):
             replay_on_devices(self.runner)
         self.lock = EngineLock()
         self.forest = Forest(self.runner, self.tree, self.prefix, self.loop, self.lock, self._new_trace() if record else None)
+        if not model.usual:
+            self._require_known_sites()
+
+    def _require_known_sites(self) -> None:
+        """UnsupportedModel if the model passes a site that the table lacks, which nobody could ask for."""
+        passed = _Passed()
+        self.runner.whole([0], (), passed)  # type: ignore[arg-type]
+        if unknown := [site for site in passed.sites if site not in self.sites.sites]:
+            raise UnsupportedModel(
+                f"This model's wiring passes the site {unknown[0]}, which the table of sites does not have. Tap one that it "
+                "has (list(engine.sites) of a plain model), or none."
+            )
 
     @classmethod
     @named_options
@@ -449,3 +461,16 @@ class Engine(NotCopyable):
 
 Core = Engine
 """its old name, until the next version"""
+
+
+class _Passed:
+    """A tap that wants nothing, and keeps the names that it is asked for."""
+
+    values: Mapping[str, Any] = {}
+
+    def __init__(self) -> None:
+        self.sites: dict[str, None] = {}
+
+    def wants(self, site: str) -> bool:
+        self.sites[site] = None
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from replaylens.engine.errors import BadConfig
@@ -567,47 +567,3 @@ def _without_defaults(config: ModelConfig | Rope, raw: dict[str, Any]) -> dict[s
 
 def _with_tuples(raw: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: tuple(value) if name in names else value for name, value in raw.items()}
-
-
-# ---- known wiring ----------------------------------------------------------------------------------------------------
-# What retraces a pass outside the decoder (gradients, attributions, ranks) declares the fields that it handles. A field that it
-# does not declare, as of a wiring that came later, is refused unless it has its default.
-
-
-_ANYWHERE = (
-    "num_layers d_model num_heads num_kv_heads d_head d_mlp vocab_size max_positions family revision adapter factors weights_of"
-)
-"""sizes, and what neither arithmetic nor wiring uses"""
-
-
-def handled(**kinds: str) -> frozenset[str]:
-    """The fields of each kind of config that something handles, besides sizes, as "Kind.field"; "*": all of them, those to come
-    as well."""
-    kinds["ModelConfig"] = f"{_ANYWHERE} {kinds['ModelConfig']}"
-    return frozenset(f"{kind}.{name}" for kind, names in kinds.items() for name in names.split())
-
-
-def unhandled(config: Any, known: frozenset[str]) -> list[str]:
-    """The fields of a config, and of the configs in it, that are neither `known` nor at their defaults."""
-    found = []
-    for one in fields(config):
-        value, name = getattr(config, one.name), field_name(type(config), one)
-        if name not in known and name.partition(".")[0] + ".*" not in known:
-            neutral = one.default_factory() if one.default_factory is not MISSING else one.default
-            plain = isinstance(value, bool | int | float | str)
-            found += [] if value == neutral else [f"{one.name}={value!r}" if plain else one.name]
-        elif is_dataclass(value):
-            found += unhandled(value, known)
-    return found
-
-
-def field_name(kind: type, one: Field[Any]) -> str:
-    """ "Kind.field", by the class that the field is from."""
-    owner = next(each for each in reversed(kind.__mro__) if one.name in getattr(each, "__dataclass_fields__", {}))
-    return f"{owner.__name__}.{one.name}"
-
-
-def require_handled(config: ModelConfig, known: frozenset[str], what: str, instead: str, error: type[Exception]) -> None:
-    """`error` if the config has fields that `what` does not handle: what it gives would be wrong."""
-    if found := unhandled(config, known):
-        raise error(f"{what} does not handle {', '.join(found)} of this model's config. {instead}")

@@ -365,6 +365,8 @@ class Program:
         if isinstance(x, Tensor | np.ndarray) and id(x) not in self.names:  # a constant of the wiring
             held = np.ascontiguousarray(x if not isinstance(x, Tensor) or x.device.type == "cpu" else [*x.shape])
             return f"{held.dtype}{list(held.shape)} {hashlib.sha256(held.tobytes()).hexdigest()[:16]}"
+        if isinstance(x, nn.Module) and id(x) not in self.names:  # one that the wiring makes
+            return f"{type(x).__name__}({', '.join(map(self._text, x.state_dict().values()))})"
         if isinstance(x, Tensor | nn.Module):
             return self.names[id(x)]
         if isinstance(x, tuple | list):

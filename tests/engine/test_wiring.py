@@ -1,12 +1,12 @@
-"""What retraces a pass outside the decoder knows which wiring it knows: a model with another is refused by name.
+"""What retraces a pass outside the decoder walks over its steps: a model with another wiring has right answers, or is refused.
 
 The other wiring is what somebody would add as `docs/extending.md` says: a field of the config, and a decoder that reads it. The
-engine runs it, and gradients and direct attributions follow, since they walk the steps of a pass; what splits weights refuses.
+engine runs it, and gradients, direct attributions and attribution graphs walk the steps of its passes.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,14 +18,7 @@ import replaylens as rl
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import NoGradient, UnsupportedModel
 from replaylens.engine.model.config import (
-    Latent,
-    MixerConfig,
-    MixtureConfig,
     ModelConfig,
-    Rope,
-    Routing,
-    field_name,
-    unhandled,
 )
 from replaylens.engine.model.decoder import Block, Decoder, Mlp
 from replaylens.engine.model.layers import Linear, Norm
@@ -33,19 +26,12 @@ from replaylens.engine.model.ops import SequenceOps, tapped
 from replaylens.engine.model.program import Recorder
 from replaylens.engine.request.capture import PassTap
 from replaylens.engine.request.placing import place_all
-from replaylens.extras import ranks
 from replaylens.gradients import backward
 from replaylens.workbench import dla
 from tests.engine.reference import Reference, differences, random_decoder
 from tests.gradients.reference import difference, of_decoder
-from tests.mixtures import mixture_config
 from tests.toy_model import SHAPE
 
-KINDS = (ModelConfig, Rope, Latent, MixtureConfig, Routing, MixerConfig)
-REFUSED = {
-    # module: the fields that it does not handle
-    ranks: set[str](),
-}
 CONFIG = ModelConfig(**SHAPE)  # type: ignore[arg-type]
 PATH, OTHER, PAIR = [3, 14, 15, 9, 2, 6], [3, 14, 15, 10, 2, 6], (4, 8)
 
@@ -102,38 +88,6 @@ def looped(loops: int, told: bool = True) -> Decoder:
     return model
 
 
-# ---- what is declared ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__.rpartition(".")[2])
-def test_every_field_is_handled_or_refused(module: Any) -> None:
-    """A new field of a config fails here until each of them says what it does with it."""
-    names = {field_name(kind, one) for kind in KINDS for one in fields(kind)}
-    whole = {name for name in module.HANDLED | REFUSED[module] if name.endswith(".*")}
-    assert module.HANDLED - whole <= names and not module.HANDLED & REFUSED[module]
-    known = module.HANDLED | REFUSED[module]
-    assert {name for name in names if f"{name.partition('.')[0]}.*" not in whole} == known - whole
-
-
-def test_what_is_not_declared_is_found_wherever_it_is() -> None:
-    """Also in a config within the config, and by its value: what has its default changes nothing."""
-    known = frozenset(field_name(kind, one) for kind in KINDS for one in fields(kind))
-
-    @dataclass(frozen=True)
-    class Warmer(Routing):
-        warmth: float = 0.0
-
-    config = mixture_config("softmax of all, a shared expert with a gate")
-    mixture = config.mixture
-    assert mixture is not None and unhandled(config, known) == []
-    for warmth, found in ((0.0, []), (0.5, ["warmth=0.5"])):
-        warmer = replace(config, mixture=replace(mixture, routing=Warmer(**vars(mixture.routing), warmth=warmth)))
-        assert unhandled(warmer, known) == found and unhandled(warmer, ranks.HANDLED) == found
-    assert unhandled(replace(config, sinks=True), known - {"ModelConfig.sinks"}) == ["sinks=True"]
-    assert unhandled(config, known - {"ModelConfig.vocab_size"}) == ["vocab_size=61"], "without a default, nothing is neutral"
-    assert unhandled(config, known - {"Routing.top"}) == ["top=2"] and unhandled(config, known - {"Latent.rank"}) == []
-
-
 # ---- a model with another wiring -------------------------------------------------------------------------------------
 
 
@@ -149,18 +103,26 @@ def test_the_engine_runs_it() -> None:
     assert float(grid.frame["effect"].max()) == pytest.approx(1, abs=1e-4), "the residual stream carries everything"
 
 
-def refusals(engine: Engine) -> dict[str, tuple[type[Exception], Callable[[], object]]]:
-    return {
-        "ranks": (UnsupportedModel, lambda: Engine.load(engine.model, ranks=2)),
-        "ranks, once read": (UnsupportedModel, lambda: ranks.Ranks.take(None, engine.model)),  # type: ignore[arg-type]
-    }
+class _Telling(Block):
+    """It passes one site more."""
+
+    site: str
+
+    def forward(self, x: Tensor, rotary: Any, ops: Any, tap: Any, rows: Any = None) -> Tensor:
+        x = super().forward(x, rotary, ops, None if tap is None else _Before(tap, self.out_site), rows)
+        return tapped(tap, self.out_site, x + tapped(tap, self.site, x * x))
 
 
-@pytest.mark.parametrize("what", refusals(Engine(looped(1))))
-def test_what_does_not_know_it_refuses(what: str) -> None:
-    error, call = refusals(Engine(looped(3)))[what]
-    with pytest.raises(error, match=r"does not handle loops=3 of this model's config\. \w+"):
-        call()
+@pytest.mark.parametrize("name, known", [("extra.hook_out", False), ("mlp.hook_out", True)])
+def test_a_site_that_the_table_lacks_is_named(name: str, known: bool) -> None:
+    """When the engine is made, also where one block alone passes it. Control: a site that the table has, once more."""
+    model = random_decoder(CONFIG)
+    model.blocks[1].__class__, model.blocks[1].site = _Telling, f"blocks.1.{name}"
+    if known:
+        assert Engine(model).prompt(PATH).logits().isfinite().all()
+    else:
+        with pytest.raises(UnsupportedModel, match=r"passes the site blocks\.1\.extra\.hook_out, which the table of"):
+            Engine(model)
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -187,6 +149,7 @@ WRITTEN: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "differences and quotients": lambda x, ops: (1 - x) / (2 + x * x) - x / 4 - x.clone(),
     "turned twice": lambda x, ops: (x.transpose(0, 1) * 0.5).transpose(-1, 0),
     "whole numbers": lambda x, ops: (x * 10).to(torch.int64).to(torch.float32) * 0.1 + x * (x > 0),
+    "whole numbers alone": lambda x, ops: (x * 10).to(torch.int64).to(torch.float32) * 0.1,
     "a mask that is filled": lambda x, ops: x * _mask(),
     "gathered twice": lambda x, ops: x.gather(1, torch.tensor([3, 3, 0, 9] * 8).expand(len(x), 32)),
 }
@@ -372,7 +335,13 @@ def direct(model: Decoder, change: Callable[[Tensor], Tensor]) -> dict[str, floa
         return {what: float(row @ towards) for what, row in parts.items()}
 
 
-@pytest.mark.parametrize("what", [name for name in MODELS if name != "turned twice"])
+def test_a_wiring_that_fills_its_own_numbers_has_no_fingerprint() -> None:
+    """It runs and has gradients; what results cite has to tell one wiring from another."""
+    with pytest.raises(UnsupportedModel, match="changes a value in place, by __setitem__"):
+        rl.dla(Engine(MODELS["a mask that is filled"]()), PATH, PAIR)
+
+
+@pytest.mark.parametrize("what", [name for name in MODELS if name not in ("turned twice", "a mask that is filled")])
 def test_direct_attribution_follows_any_wiring(what: str) -> None:
     """Each part against float64, and their sum; by head and by neuron, what is written besides stays whole."""
     truth = direct(MODELS[what](), lambda x: LINEAR[what](x, None) if what in LINEAR else 0 * x)
@@ -469,18 +438,12 @@ def again() -> Decoder:
     return model
 
 
-def test_what_writes_twice_is_two_parts() -> None:
-    found = {by: rl.dla(Engine(again()), PATH, PAIR, by=by) for by in ("layer", "neuron")}  # type: ignore[arg-type]
-    names = [part.name for part in found["layer"].parts]
-    assert names[1:7] == ["L0 attention", "L0 MLP", "L0 MLP (2)", "L1 attention", "L1 MLP", "L1 MLP (2)"]
-    neurons = [part for part in found["neuron"].parts if part.kind == "neuron"]
-    assert len({part.name for part in neurons}) == 4 * CONFIG.d_mlp
-    for i, name in enumerate(names[n] for n in (2, 3, 5, 6)):
-        own = math.fsum(part.value for part in neurons[i * CONFIG.d_mlp : (i + 1) * CONFIG.d_mlp])
-        assert own == pytest.approx(next(part.value for part in found["layer"].parts if part.name == name), abs=1e-6)
-    looped_twice = rl.dla(Engine(looped(2)), PATH, PAIR)
-    same = [(p.value, q.value) for p, q in zip(found["layer"].parts[:-1], looped_twice.parts[:-1], strict=True)]
-    assert all(a == pytest.approx(b, abs=1e-6) for a, b in same), "whether a site tells or not"
+def test_a_site_that_is_passed_twice_is_refused_by_name() -> None:
+    """Control: rounds that tell nothing have parts of their own."""
+    with pytest.raises(UnsupportedModel, match=r"passes the site blocks\.0\.mlp\.hook_out twice"):
+        rl.dla(Engine(again()), PATH, PAIR)
+    names = [part.name for part in rl.dla(Engine(looped(2)), PATH, PAIR).parts]
+    assert len(set(names)) == len(names) > 6
 
 
 def test_control_a_rule_that_leaves_something_out_is_refused_by_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:

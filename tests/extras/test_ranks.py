@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from tests import digests
 from tests.devices import swept
 from tests.engine import reference, test_machine, test_tree_machine
 from tests.engine.test_machine import AnyWindow, Sessions, some
+from tests.engine.test_wiring import PAIR, PATH, WRITTEN, looped, written
 from tests.processes import python_path
 from tests.test_digests import KNOWN
 
@@ -119,6 +121,24 @@ def test_the_keys_of_a_layer_are_with_its_weights() -> None:
     ours, theirs = (each.prompt(TEXT, sites="STCZ").generate(1) for each in (engine, alone))
     forks = [each.fork(at=10)[0].force([5, 6, 7]) for each in (ours, theirs)]  # copies a part of a page
     assert same(ours.generate(2), theirs.generate(2)) and same(*forks)
+
+
+@pytest.mark.parametrize("what", ["looped", "a weight that is read"])
+def test_any_wiring_has_the_bits_of_one(what: str, two: Ranks, narrow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are divided where they are computed; a weight that a wiring reads itself comes back from all ranks."""
+    monkeypatch.setitem(WRITTEN, what, lambda x, ops: x * _last_mlp(models[-1]).weight[0])
+    models = [looped(3) if what == "looped" else written(what)]
+    theirs = Engine(models[0]).prompt(PATH, sites="STCZ").generate(5)
+    models.append(deepcopy(models[0]))
+    two.divide({f"{next(_models)}.{name}": found for name, found in two.packable(models[1]).items()})
+    ours = Engine(models[1]).prompt(PATH, sites="STCZ").generate(5)
+    assert any(isinstance(held, SplitWeight) for held in _last_mlp(models[1]).panels.values()) and same(ours, theirs)
+    found = [each.gradients(PAIR, "S") for each in (ours, theirs)]
+    assert all(torch.equal(found[0][site], found[1][site]) for site in found[0])
+
+
+def _last_mlp(model: Any) -> Any:
+    return model.blocks[-1].mlp.down
 
 
 def test_one_device_is_no_division() -> None:

@@ -130,8 +130,8 @@ class _Builder:
         self.values = torch.cat([found.values for found in self.rows])
         n, layers = self.model.num_rows, self.model.num_layers
         self.token_column = self.first[-1] + layers * n
-        self.edit_column = {site: self.token_column + n * (1 + i) for i, site in enumerate(self.model.edits)}
-        self.bias_column = self.token_column + n * (1 + len(self.model.edits))
+        self.edit_column = {site: self.token_column + n * (1 + i) for i, site in enumerate(self.model.edited)}
+        self.bias_column = self.token_column + n * (1 + len(self.model.edited))
         for layer, site in self.model.writes.items():
             self._prepare(layer, site)
 
@@ -358,7 +358,7 @@ def _graph(
     nodes += [Node("error", layer, p, None, text[p], 0.0) for layer in range(layers) for p in range(n)]
     nodes += [Node("token", None, p, token, text[p], 0.0) for p, token in enumerate(tokens)]
     columns = [*chosen, *range(len(builder.entries), builder.token_column + n)]
-    for site, delta in builder.model.edits.items():
+    for site, delta in builder.model.edited.items():
         at = delta.flatten(1).any(1).nonzero()[:, 0].tolist()
         nodes += [Node("edit", layer_of(site), p, None, site, 0.0) for p in at]
         columns += [builder.edit_column[site] + p for p in at]

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from replaylens.engine.errors import BadRequest, FingerprintMismatch, RankFailed, UnsupportedModel
+from replaylens.engine.errors import BadRequest, FingerprintMismatch, RankFailed
 from replaylens.engine.model import modes
-from replaylens.engine.model.config import Activation, ModelConfig, handled, require_handled
+from replaylens.engine.model.config import Activation
 from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.layers import Elsewhere, Experts, Linear, Packable
 from replaylens.engine.model.ops import RowOps
@@ -46,23 +46,6 @@ UNIT = 16
 TIMEOUT = 60.0
 """seconds to wait for an answer"""
 OTHERS = "The source holds other weights than when it was loaded. Load a new engine."
-HANDLED = handled(
-    ModelConfig="norm norm_eps norm_bias pre_norms post_norms shared_norm parallel_residual learned_positions rotary_dim rope "
-    "rotary_layers local_rope windows slopes attn_scale scale_by_layer attn_softcap logit_softcap qk_norm qk_norm_kind "
-    "qk_norm_span qk_norm_rotated qkv_bias out_bias mlp_bias gated_mlp activation embed_scale residual_scale logit_scale "
-    "tied_embeddings unembed_bias mixture clip_qkv latent sinks mixer parts attn_gate",
-    Rope="*",
-    Latent="*",
-    MixtureConfig="num_experts d_expert routing layers bias router_bias d_shared shared_gate",
-    Routing="*",
-    MixerConfig="*",
-)
-"""the wiring whose products are known to be those of `Linear` and `Experts`"""
-
-
-def require_divisible(config: ModelConfig) -> None:
-    """UnsupportedModel for a model that may compute with its weights otherwise than by products that are divided here."""
-    require_handled(config, HANDLED, "A model over ranks", "Load it without ranks, or with devices.", UnsupportedModel)
 
 
 def share(columns: int, rank: int, ranks: int) -> slice:
@@ -258,7 +241,6 @@ class Ranks:
 
     def take(self, model: Decoder) -> Decoder:
         """Mutates: divides the weights that are still whole, and gives every rank the biases of its columns."""
-        require_divisible(model.config)
         self.divide(self.packable(model))
         return model
 
@@ -365,15 +347,13 @@ class Ranks:
 # ---- Engine.load -----------------------------------------------------------------------------------------------------
 
 
-def joined(ranks: Any, where: Any, device: str, source: Any) -> bool:
+def joined(ranks: Any, where: Any, device: str) -> bool:
     """Whether a model is divided over several ranks. Other ranks than 0 that torchrun started serve here, and end with it."""
     ranks = as_int("ranks", ranks, 1) if launched() else as_processes("ranks", ranks)
     if ranks == 1:
         return False
     if not isinstance(where, str):
         raise BadRequest(f"Both devices={list(where)} and ranks={ranks} were given. Give one of them.")
-    if isinstance(source, Decoder):  # others are checked once they are read
-        require_divisible(source.config)
     if (place := launched(ranks)) is not None and place[0]:
         follow(device)
     return True

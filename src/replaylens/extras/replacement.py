@@ -93,17 +93,17 @@ class ReplacementModel(Held):
         head = next(step for step in reversed(recorder.steps) if step.kind == "unembed")
         self._starts = {layer: dict(places)[site] for layer, site in reads.items()} | {self.num_layers: head.reads[0]}
         self._readers = Counter(number for step in recorder.steps for number in step.reads)
-        self._known: dict[Any, Tensor] = {}
+        self._known: dict[Any, Any] = {}
         """patterns, scales and weights by the steps that need them"""
         self._narrow: dict[int, tuple[slice, tuple[int, ...]]] = {}
         """number -> the columns that its gradient is about, if it is about a part of a row only, and their shape"""
-        self.edits: dict[str, Tensor] = {}
+        self.edited: dict[str, Tensor] = {}
         """site -> what edits add there: [rows, ...], of the sites that gradients pass"""
         self._passed = set[str]()
         for layer, start in self._starts.items():
             self.pull(0, layer, torch.zeros(1, recorder.values[start].shape[-1]))
         for site in sorted(self._passed & {edit.site for edit in tape.edits}):
-            self.edits[site] = self.value(site) - self._unedited[site].float()
+            self.edited[site] = self.value(site) - self._unedited[site].float()
 
     @property
     def num_layers(self) -> int:
@@ -210,8 +210,8 @@ class ReplacementModel(Held):
     def site(self, step: Operation, g: Tensor) -> Flowing:
         site, rows = step.site, slice(0, self._rows)
         self._passed.add(site)
-        if site in self.edits:
-            self._entering.append(Entering("edit", site, self._each(g), self.edits[site][rows]))
+        if site in self.edited:
+            self._entering.append(Entering("edit", site, self._each(g), self.edited[site][rows]))
         if site == ENTRY or site in self.writes.values():
             kind: Any = "embedding" if site == ENTRY else "write"
             self._entering.append(Entering(kind, site, self._each(g), self.written(site)[rows]))

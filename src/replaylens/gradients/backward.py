@@ -421,7 +421,7 @@ class Held(Backward):
 
 _SCALED = _torch("mul", "__rmul__", "div", "__truediv__")
 HELD: dict[str, Callable[..., Flowing]] = {
-    **{kind: RULES[kind] for kind in BY_SHAPE - {"unembed"}},
+    **{kind: rule for kind, rule in RULES.items() if kind in BY_SHAPE - {"unembed"}},
     "by_head": RULES["by_head"],
     **dict.fromkeys(("add", *_torch("add", "__radd__", "sub", "__rsub__")), Held.added),
     **dict.fromkeys(("linear", "linear_add"), Held.linear),

@@ -76,7 +76,7 @@ def open_engine(
     dtype = default_dtype(device, dtype)
     _require_float32(dtype, where)
     over = None if type(ranks) is int and ranks == 1 else optional(RANKS, f"ranks={short_repr(ranks)}")
-    several = over is not None and over.joined(ranks, where, device, source)
+    several = over is not None and over.joined(ranks, where, device)
     draft = _draft(source, draft_model, dtype, device, hub)
     check = None if check is None else as_bool("check", check)
     source = located(source, adapter, hub)

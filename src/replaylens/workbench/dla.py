@@ -93,10 +93,10 @@ class DlaResult(Citable):
         colours = {"mixer": "tab:green", "attention": "tab:blue", "MLP": "tab:orange"}
         kinds = [kind for kind in colours if any(part.kind == kind for part in self.parts)]
         for kind in (*kinds, "others"):
-            own = Counter[str]()
+            own: dict[str, float] = {}
             for part in self.parts:
                 if kind == (part.kind if part.kind in colours else "others"):
-                    own[place(part)] += part.value
+                    own[place(part)] = own.get(place(part), 0.0) + part.value
             width = 0.8 / max(2, len(kinds))
             shift = 0.0 if kind == "others" else (kinds.index(kind) - (len(kinds) - 1) / 2) * width
             at = [names.index(name) + shift for name in own]
@@ -179,7 +179,7 @@ def dla(engine: Engine, prompt: Prompt, metric: MetricTokens | LogitDifference, 
         walk = _Writes(engine.model, recorder, by, right, wrong)
         number, capped = walk.logits(recorder.number(whole.logits))
         total = float(measure(recorder.values[number]))
-        parts = walk.parts(number)
+        parts = walk.split(number)
     lost = total - math.fsum(part.value for part in parts)
     if not abs(lost) <= walk.bound():
         raise UnsupportedModel(
@@ -230,11 +230,11 @@ class _Writes(Held):
                 self.stream.update(out for out in step.outs if self._flows(Numbered(out)))
         modules = list(model.modules())
         self.linears = [each for each in modules if isinstance(each, Linear)]
-        self.divided = {each.down: 0 for each in modules if by == "neuron" and isinstance(each, Mlp)}
+        self.cuts = {each.down: 0 for each in modules if by == "neuron" and isinstance(each, Mlp)}
         """products whose inputs are divided -> into how many heads; 0: into neurons"""
         if by == "head":  # a gated convolution has none
             writers = (each for each in modules if isinstance(each, Attention | LatentAttention | Mixer))
-            self.divided |= {each.o: each.heads for each in writers if not isinstance(each, Mixer) or each.heads > 1}
+            self.cuts |= {each.o: each.heads for each in writers if not isinstance(each, Mixer) or each.heads > 1}
         self.listed: list[LogitPart] = []
         """from the last to the first"""
         self.writes, self.constant = 0, 0.0
@@ -242,7 +242,7 @@ class _Writes(Held):
         self.size = self.head_size = 0.0
         """sums of the sizes of all terms: of what is written to the stream, and of the two logits"""
 
-    def parts(self, number: int) -> list[LogitPart]:
+    def split(self, number: int) -> list[LogitPart]:
         """In the order of a pass. number: of the logits, or of what their softcap reads"""
         if number not in self.stream:
             raise self._refused(self._end(number))
@@ -259,7 +259,7 @@ class _Writes(Held):
         return [*named, LogitPart("final bias", "final bias", None, None, last)]
 
     def bound(self) -> float:
-        """The most that rounding can remove, after `parts`: each sum of n terms is off by at most n roundings of the sizes of
+        """The most that rounding can remove, after `split`: each sum of n terms is off by at most n roundings of the sizes of
         its terms, whatever its order."""
         config, numbers = self.model.config, torch.finfo(torch.float32).eps
         stored = torch.finfo(self.model.dtype).eps
@@ -316,6 +316,7 @@ class _Writes(Held):
         constant = self._taken()
         if step.kind == "linear_add":  # what it writes was no value of its own
             (x, by_input), *found = found
+            assert outs[0] is not None
             self._append(step.kind, "other", float(self._terms(step, x, by_input, outs[0]).sum()) + constant)
         elif constant:
             self._append("bias", "bias", constant)
@@ -337,13 +338,13 @@ class _Writes(Held):
             ((x, g),) = super()._through(step, [g if out == x.number else None for out in step.outs])
             step = self.makers.get(x.number)
         constant, known = self._taken(), re.fullmatch(_SITE, site)
-        if known is None or step is None or step.kind != "linear" or step.args[1] not in self.divided:
+        if known is None or step is None or step.kind != "linear" or step.args[1] not in self.cuts:
             self.size += float((value.abs() * towards.abs()).sum())
             if known is None:
                 assert made is not None  # only the embedding has no step
                 return self._append(made.kind, "other", float((value * towards).sum()))
-            layer, kind = known[1] and int(known[1]), _PARTS[known[2]]
-            name = f"L{layer} {kind}" if known[1] else kind
+            layer, kind = int(known[1]) if known[1] else None, _PARTS[known[2]]
+            name = kind if layer is None else f"L{layer} {kind}"
             return self.listed.append(LogitPart(name, kind, layer, None, float((value * towards).sum())))
         ((x, by_input),) = super()._through(step, [g])
         self._divided(step, int(known[1]), _PARTS[known[2]], self._terms(step, x, by_input, g), constant + self._taken())
@@ -356,7 +357,7 @@ class _Writes(Held):
 
     def _divided(self, step: Operation, layer: int, what: str, terms: Tensor, constant: float) -> None:
         """Mutates: parts of a product, and its bias."""
-        heads = self.divided[step.args[1]]
+        heads = self.cuts[step.args[1]]
         kind = "neuron" if not heads else "head" if what == "attention" else f"{what} head"
         each = terms.view(heads or len(terms), -1).sum(1).tolist()
         letter = {"neuron": "N", "head": "H"}.get(kind, "M")
