@@ -614,7 +614,7 @@ def across(seed: int, same: bool) -> bool:
 
     joined = ProbeRows.join(a=part(np.arange(80)), b=part(order))
     report = transfer_across(joined, "toss", fit_on="a", test_on="b", position="last", seed=seed)
-    return report.findings[-1].startswith("Shown")
+    return report.findings[-1].startswith("Shown:")
 
 
 def drafted(seed: int, effect: float, by_token: bool = False) -> bool:
@@ -628,7 +628,7 @@ def drafted(seed: int, effect: float, by_token: bool = False) -> bool:
     x[1, :, 0] += effect * (label - 0.5)
     rows = labelled_rows(x, root, label, token=token, accepted=np.arange(count) % 4 < 2)
     rows = replace(rows, frame=rows.frame.assign(since_query=1))
-    return transfer(rows, "label", position="all", estimator="ridge", seed=seed).findings[-1].startswith("Shown")
+    return transfer(rows, "label", position="all", estimator="ridge", seed=seed).findings[-1].startswith("Shown:")
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def probe_found(effect: float, outcomes: int, any_cell: bool, groups: int = 60) 
         tokens = [generator.integers(12, size=9 + generator.integers(5)) for _ in range(forks)]
         how = dict(tokens=tokens, estimator="logistic")
         report = outcome_probe({("S", 0): x[0], ("S", 1): x[1]}, counts, np.repeat(np.arange(groups), 2), **how)  # type: ignore[arg-type]
-        shown = [line.startswith("Shown") for line in report.findings]
+        shown = [line.startswith("Shown:") for line in report.findings]
         return float(any(shown) if any_cell else shown[0])
 
     return draw

@@ -353,7 +353,7 @@ LDA: dict[str, Any] = dict(cells=2, permutations=19)
 def verbs() -> tuple[Verb, ...]:
     found = [
         Verb("sweep, ridge", f"{EXCHANGE} 3 cells", swept, 1.1, plain="permutation"),
-        Verb("sweep, lda", f"{EXCHANGE} 2 cells", partial(swept, estimator="lda", **LDA), 1.1, share=0.1, plain="permutation"),
+        Verb("sweep, lda", f"{EXCHANGE} 2 cells", partial(swept, estimator="lda", **LDA), 1.1, share=0.05, plain="permutation"),
         Verb("sweep, AUROC", f"{EXCHANGE} 3 cells", partial(swept, metric="auroc"), 1.1, share=0.5),
         Verb("sweep, 24 beginnings with 4 endings", f"{EXCHANGE} 2 cells, 24 groups", alike, 2.2, plain="permutation, 24 rows"),
         Verb("transfer", f"{SIGNS} 2 cells, for each of 6 controls", drafted, 2.0, BELOW),

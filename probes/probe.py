@@ -303,8 +303,8 @@ def make_alarm(
     areas = {name: float(auroc(scores[None, :, None], cause.astype(int))[0]) for name, scores in pooled.items()}
     best = max(areas, key=lambda name: areas[name])
     threshold = float(np.sort([POOLINGS[best](text) for text in clean])[-place])
-    shared = stats.beta(place, count - place + 1)
-    return Alarm(best, threshold, place / (count + 1), *map(float, shared.ppf([0.025, 0.975])), count)
+    low, high = stats.beta.ppf([0.025, 0.975], place, count - place + 1)
+    return Alarm(best, threshold, place / (count + 1), float(low), float(high), count)
 
 
 def _texts(what: str, given: "TokenScores | Sequence[np.ndarray]") -> list[np.ndarray]:

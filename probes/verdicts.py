@@ -70,7 +70,8 @@ class Verdict:
 
 def of_line(line: Mapping[str, Any]) -> Verdict:
     """The verdict that a line of a report holds; undecided if it holds none."""
-    needed, bound = line.get("needed"), line.get("bound")
+    needed: Any = line.get("needed")
+    bound: Any = line.get("bound")
     outcome = line.get("verdict")
     known = outcome if outcome in LOOKS else UNDECIDED  # of earlier versions: "readable", "not shown"
     return Verdict(
@@ -219,10 +220,11 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
     Other controls are tested as paired differences: `margin` is the smallest lower bound over them, at an error that holds for
     the whole grid. It is below the bound if the upper bound of its lead over chance or over any of the controls is.
     """
-    p, margin = line.get("p_family"), line.get("margin")
+    p: Any = line.get("p_family")
+    margin: Any = line.get("margin")
     if line.get("known_zero"):
         return None
-    guess = line.get("majority") if not _missing(line.get("majority")) else line.get("chance")
+    guess: Any = line.get("majority") if not _missing(line.get("majority")) else line.get("chance")
     beyond_chance, beyond = p is not None and p <= ERROR, _missing(margin) or margin > 0
     bound = BOUND if _missing(line.get("bound")) else float(line["bound"])
     decided = line.get("margin_over")
@@ -233,15 +235,16 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
     else:
         which = "majority" if beyond_chance else "no test" if _missing(p) else "p_family"
     groups = float(line.get("groups") or np.nan)
-    ends = [line.get("margin_high")] if not _missing(line.get("margin_high")) else []
+    ends: list[Any] = [line.get("margin_high")] if not _missing(line.get("margin_high")) else []
     if "permutation" in str(line.get("test")) and not _missing(line.get("shuffled")):
         guess = line["shuffled"]  # the majority is the best of several guesses, so few rows give it a lead of its own
     if not (_missing(line.get("high_family")) or _missing(guess)):
         ends.append(line["high_family"] - guess)
     upper = min(ends, default=np.inf)
     if which in ("p_family", "majority", "no test"):
-        value = np.nan if _missing(guess) else line["accuracy"] - guess
-        high, low = line.get("high"), line.get("low")
+        value: Any = np.nan if _missing(guess) else line["accuracy"] - guess
+        high: Any = line.get("high")
+        low: Any = line.get("low")
         error = np.nan if _missing(high) or _missing(low) else (high - low) / 2 / stats.norm.ppf((1 + LEVEL) / 2)
     else:
         value, error = (np.nan if _missing(line.get(name)) else line[name] for name in ("margin_value", "margin_error"))

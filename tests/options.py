@@ -31,6 +31,7 @@ REASONS = {
     "made_by": "made by a call, and read by `cite`",
     **dict.fromkeys(("rl.Answer pattern", "rl.Answer tokens", "rl.Answer after", "rl.Answer reader", "rl.Answer stop"), _MADE),
     "rl.probes.ProbeRows wider": _MADE,
+    "rl.probes.LinearProbe alarm": "made by a method, whose options are tested",
     "rl.probes.sweep backend": "who works moves no bit",
     "rl.probes.untrained_rows batch": "how many together moves no bit",
     **dict.fromkeys(("rl.Engine state_tokens", "rl.Engine.load state_tokens"), "how many states are kept moves no bit"),

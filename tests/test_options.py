@@ -414,6 +414,15 @@ effects(
 )
 
 
+def armed(**given: Any) -> float:
+    scores = [np.random.default_rng(i).normal(size=8) for i in range(60)]
+    probe = p.fit_probe(rows(), "topic", layer=1, position="all", estimator="ridge")
+    return probe.with_alarm(scores[:20], [i % 2 == 0 for i in range(20)], scores[20:], **given).alarm.threshold
+
+
+effects("rl.probes.LinearProbe.with_alarm", armed, rate=(..., 0.3, lambda a, b: b < a))
+
+
 def outcomes(**given: Any) -> Any:
     given = {"tokens": [np.array([i // 3, i % 3]) for i in range(30)], "estimator": "logistic", "folds": 3, **given}
     return p.outcome_probe({("S", 1): STATES}, np.stack([CODES % 4, 6 - CODES % 4], 1), CODES // 3, **given)

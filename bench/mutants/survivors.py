@@ -280,8 +280,8 @@ SURVIVORS = (
     Mutant(
         "stops-at-the-limit",
         "replaylens.engine.serving.watch",
-        "(torch.cat(columns) > limit)",
-        "(torch.cat(columns) >= limit)",
+        "| (columns > ends[1])",
+        "| (columns >= ends[1])",
         "a score stops above its limit",
         _predicted("a_score_stops_above_its_limit_and_not_at_it"),
     ),

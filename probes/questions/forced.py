@@ -117,7 +117,7 @@ def text_or_truth(
     fitted, *read = (distinct(_after(rows).at(position)) for rows in (truthful, honest, lied))
     for rows in read:
         apart(fitted, rows)
-    lines = _side_lines(fitted, *read, fitted.cells(sites, layers), estimator, seed)
+    lines = _side_lines(fitted, read[0], read[1], fitted.cells(sites, layers), estimator, seed)
     words, notes = _own_words(lied, lie_at)
     settings = dict(lie_at=lie_at, position=position, estimator=estimator, seed=seed)
     return Report("text_or_truth", [*lines, *words], about_rows(lied), settings, notes, _say_text_or_truth(lines, words))
@@ -377,7 +377,8 @@ class _Asked:
     scene: _Scene
     cell: Cell
     name: str
-    said: np.ndarray | None
+    said: Any
+    """[rows]: class numbers"""
     wanted: np.ndarray
     side: np.ndarray
     decides: bool = False
@@ -396,9 +397,9 @@ class _Asked:
     @cached_property
     def values(self) -> np.ndarray:
         """[rows of the side], whose mean is the score."""
-        hit, wanted = (self.said == self.wanted)[self.side], self.wanted[self.side]
+        hit, wanted = np.equal(self.said, self.wanted)[self.side], self.wanted[self.side]
         if self.beside is not None:
-            return np.asarray(hit.astype(float) - (self.beside == self.wanted)[self.side])
+            return np.asarray(hit.astype(float) - np.equal(self.beside, self.wanted)[self.side])
         said = np.where(hit, wanted, -1)[None]
         return np.asarray(contributions("balanced_accuracy", said, np.empty(0), wanted)[0])
 
@@ -411,9 +412,10 @@ class _Asked:
         return self.values - (self.chance if self.beside is None else 0.0), self.groups
 
     def line(self, level: float) -> dict[str, Any]:
-        folds, metric, more = len(self.scene.split), "balanced accuracy", {"chance": self.chance}
+        folds, metric = len(self.scene.split), "balanced accuracy"
+        more: dict[str, Any] = {"chance": self.chance}
         if self.beside is None:
-            hit = (self.said == self.wanted)[self.side]
+            hit = np.equal(self.said, self.wanted)[self.side]
             score = balanced_accuracy(hit, self.wanted[self.side], self.groups, folds=folds, level=level)
         else:
             metric, more = "difference", {}

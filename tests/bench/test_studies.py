@@ -34,7 +34,7 @@ def run(name: str, out: Path) -> dict[str, Any]:
 def test_rejected_branches_quick(out: Path) -> None:
     part = run("rejected_branches", out)
     told = part["drafters"]["model"]
-    assert told["branches"] > 20 and told["transfer"]["verdict"].startswith("Shown")
+    assert told["branches"] > 20 and told["transfer"]["verdict"].startswith("Shown:")
     foreseen = told["foreseen"]
     assert foreseen["rejected"] == told["branches"]
     assert foreseen["drafts"] - foreseen["rejected"] == round(told["accepted"] * told["drafted"]), "tokens that nobody drafted"

@@ -546,7 +546,7 @@ def test_documents_of_unequal_length() -> None:
         x = generator.normal(size=(len(group), 8)) + 5 * label[:, None]
         report = sweep(arrays(x, label, group), "label", permutations=39)
         line = report.best("label")
-        assert line["test"] == test and report.text().startswith("Shown") and line["shuffled"] < 0.7
+        assert line["test"] == test and report.text().startswith("Shown:") and line["shuffled"] < 0.7
         assert line["rows"] == len(group) and any(note.startswith(skipped) for note in report.notes)
 
 

@@ -316,7 +316,7 @@ def test_a_common_direction_is_found() -> None:
     way = direction(5)
     joined = ProbeRows.join(coin=of_task("coin", way, 1), coins=of_task("coins", way, 2))
     report = transfer_across(joined, "face", fit_on="coin", test_on="coins", position="all", estimator="ridge")
-    assert line(report, "S0: coin to coins")["accuracy"] > 0.8 and report.findings[-1].startswith("Shown")
+    assert line(report, "S0: coin to coins")["accuracy"] > 0.8 and report.findings[-1].startswith("Shown:")
     assert report.source["task"] == "coin+coins"
 
 
@@ -353,7 +353,7 @@ def test_rows_from_arrays() -> None:
         rows = of_task("coin", direction(5), seed)
         parts[name] = ProbeRows.of_arrays(rows.matrix("S", 0), {"face": rows.frame["face"].to_numpy()}, groups=rows.roots)
     report = transfer_across(ProbeRows.join(**parts), "face", fit_on="one", test_on="two", position="all", sites="X")
-    assert report.findings[-1].startswith("Shown") and report.notes == [
+    assert report.findings[-1].startswith("Shown:") and report.notes == [
         "Skipped the control 'token alone': these rows have no tokens."
     ]
 
@@ -402,7 +402,7 @@ def test_erasing_the_state_costs_answers(engine: Engine, coin_dump: Dump, fresh:
     nothing, erased, random, more = report.lines[:4]
     assert nothing["accuracy"] == 0 and nothing["nats"] == 0, "coin-plain is right on short prompts, and no edit moves no bit"
     assert erased["accuracy"] > 0.3 > random["accuracy"] and erased["nats"] > 0.5 and erased["rank"] == 1
-    assert more["low"] > 0 < more["nats_low"] and all(said.startswith("Shown") for said in report.findings[1:])
+    assert more["low"] > 0 < more["nats_low"] and all(said.startswith("Shown:") for said in report.findings[1:])
 
 
 @pytest.mark.slow
