@@ -1,6 +1,7 @@
 """Recorded passes of a CPU have the bits of the passes that were recorded, whatever else runs, and say what they cannot do."""
 
 import ctypes
+import mmap
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -105,6 +106,21 @@ def test_a_pass_that_is_no_list_of_kernels_is_run_as_ever(monkeypatch: pytest.Mo
     for branch in (hooked, plain):
         branch.generate(6, sampling=ENDLESS, window=1)
     assert hooked.tokens != plain.tokens == pattern.tokens and recordings(engine).recordings
+
+
+def test_a_heap_among_the_numbers_is_no_reason_to_record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a Python that is not position-independent: its heap lies lower than the bits of floats. Mapped memory never does."""
+    mapped = torch.frombuffer(mmap.mmap(-1, 4096), dtype=torch.uint8).data_ptr() - (1 << 40)
+    model = random_model(vocab_size=50)
+    truth = unrecorded(model, monkeypatch)
+    monkeypatch.setattr(recorded, "_NO_ADDRESS", mapped)
+    engine = Engine(model)
+    assert differing(everything(engine), truth) == []
+    assert recordings(engine).recordings and not recordings(engine).unrecordable
+    monkeypatch.setattr(recorded, "_high", lambda x: x)
+    control = Engine(model)
+    everything(control)
+    assert set(recordings(control).unrecordable.values()) == {"Addresses that could be numbers."}
 
 
 def test_values_live_on_after_later_passes(monkeypatch: pytest.MonkeyPatch) -> None:
