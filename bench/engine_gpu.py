@@ -8,6 +8,7 @@ Qwen3-30B-A3B shape: the fast path has our products of experts, or the library's
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from replaylens.engine.proof import fingerprint
 from replaylens.engine.records import LensSpec
 from replaylens.engine.request.capture import CaptureSpec, PassTap
 from replaylens.engine.request.sampling import Sampling
-from replaylens.kernels.gpus import imposed
+from replaylens.kernels.gpus import gpu_of, imposed, known
 
 EXPERTS = ModelConfig(
     48, 2048, 32, 4, 128, 6144, 151936, 8192, norm_eps=1e-6, rotary_dim=128, rope=Rope(theta=1e6), qk_norm=True,
@@ -220,13 +221,15 @@ def experts_passes() -> Lines:
 @case("facts-gpu", ours="imposed", baseline="own", needs="gpu", clock="device", rounds=9, warm=2)
 def facts(names: tuple[str, ...] = ("A100", "4090", "5090"), batches: tuple[int, ...] = (1, 64)) -> Lines:
     """Decode steps and prompts with the facts of other GPUs imposed against the device's own, first that bits are the same."""
-    engines = {"": llama()}
+    engines, own = {"": llama()}, gpu_of(torch.device("cuda"))
+    # all engines stand in one process, and programs for multiprocessors that are not there would wait for others
+    gpus = {name: replace(known(name), memory=own.memory, multiprocessors=own.multiprocessors) for name in names}
     for name in names:
-        with imposed(name):
+        with imposed(gpus[name]):
             engines[name] = certified(Engine(llama().model, cache_tokens=64 * 512))
 
     def under(name: str, work: Callable[[], Any]) -> Any:
-        with imposed(name) if name else nullcontext():
+        with imposed(gpus[name]) if name else nullcontext():
             return work()
 
     def compared(what: str, make: Callable[[Engine], tuple[Callable[[], Any], Any, Callable[[], Any]]], **more: Any) -> Lines:

@@ -89,11 +89,11 @@ def known(name: str) -> Gpu:
 
 
 @contextmanager
-def imposed(name: str) -> Iterator[Gpu]:
+def imposed(facts: "str | Gpu") -> Iterator[Gpu]:
     """Meanwhile every device of this process has the facts of another GPU. It moves no bit, and what fits the smaller one
     fits the larger."""
     global _imposed
-    before, _imposed = _imposed, known(name)
+    before, _imposed = _imposed, facts if isinstance(facts, Gpu) else known(facts)
     try:
         yield _imposed
     finally:
