@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypedDict, Unpack
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from replaylens.engine.engine import Engine
+    from replaylens.engine.serving.watch import Probe
+    from replaylens.explore.explorer import Explorer
     from replaylens.gradients.gradients import AnyMetric, Gradients
     from replaylens.rollouts.drawing import Replacement
     from replaylens.rollouts.plan import Answer, ForkPositions, KeptPlaces
@@ -72,6 +75,12 @@ def _abandon(forest: weakref.ref[Forest], lane: weakref.ref[Lane]) -> None:
     of, found = forest(), lane()
     if of is not None and found is not None:
         of.abandon(found)
+
+
+def _reopened(engine: weakref.ref[Engine], lane: weakref.ref[Lane]) -> Branch | None:
+    """A handle on a lane; None if it was released."""
+    of, found = engine(), lane()
+    return of.handle(found) if of is not None and found is not None and found.branch in of.loop.lanes else None
 
 
 # ---- branch ----------------------------------------------------------------------------------------------------------
@@ -278,7 +287,21 @@ class Branch(NotCopyable):
         from replaylens.views.pictures import tree_of
 
         recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
-        return tree_of(self.record, recordings, self.engine.text)
+        forest, lane = weakref.ref(self.engine), weakref.ref(self.lane)
+        return replace(tree_of(self.record, recordings, self.engine.text), live=partial(_reopened, forest, lane))
+
+    @named_options
+    def explore(
+        self,
+        *,
+        probes: Probe | Mapping[str, Probe] | None = None,
+        thresholds: Mapping[str, float] | None = None,
+        edits: Mapping[str, Edit] | None = None,
+    ) -> Explorer:
+        """The living tree of this branch and all below it. Options as in `rl.explore`."""
+        from replaylens.explore.explorer import Explorer
+
+        return Explorer(self, probes=probes, thresholds=thresholds, edits=edits)
 
     @reading
     def timeline(self) -> Timeline:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.request.sampling import Sampling as Sampling
     from replaylens.engine.serving.branch import Branch as Branch
     from replaylens.engine.serving.conversation import Conversation as Conversation
+    from replaylens.explore.explorer import explore as explore
+    from replaylens.explore.saved import replay_page as replay_page
     from replaylens.extras.attribution import attribution_graph as attribution_graph
     from replaylens.features.features import SparseFeatures as SparseFeatures
     from replaylens.gradients.attribution import attribution_patching as attribution_patching
@@ -61,11 +63,13 @@ _WHERE = {
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
     "errors": "replaylens.errors",
+    "explore": "replaylens.explore.explorer:explore",
     "integrated_gradients": "replaylens.gradients.attribution:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
     "path_patch": "replaylens.workbench.patch:path_patch",
     "probes": "replaylens.probes",
+    "replay_page": "replaylens.explore.saved:replay_page",
     "report": "replaylens.views.report:report",
     "routing": "replaylens.workbench.routing:routing",
     "steer": "replaylens.workbench.steer:steer",
@@ -92,11 +96,13 @@ __all__ = [
     "compare",
     "dla",
     "errors",
+    "explore",
     "integrated_gradients",
     "lens",
     "patch",
     "path_patch",
     "probes",
+    "replay_page",
     "report",
     "routing",
     "steer",
