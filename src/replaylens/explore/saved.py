@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from replaylens.engine.display import is_stamped
+from replaylens.engine.display import is_stamped, visible
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadFile, BadRequest, FingerprintMismatch, ReplayMismatch
 from replaylens.engine.files import write_file
@@ -46,7 +46,7 @@ def explore_style() -> Markup:
 
 def page(title: str, start: str, data: str = "", source: str = "", connects: str = "") -> str:
     """A page with the component alone. `start`: the call that begins it."""
-    head = [tag("title", title), style(), explore_style()]
+    head = [tag("title", visible(title)), style(), explore_style()]
     code = asset("explore.js", "replaylens.explore") + start
     needs = tag("noscript", tag("p", "This page needs its own script, which loads nothing."))
     body = [tag("main", needs, id="rl-explore", class_="rl-view rl-alone"), Markup(data)]

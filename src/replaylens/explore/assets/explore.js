@@ -8,7 +8,7 @@
 // PER_FRAME of them are made between two frames. Every text of a model reaches the page through textContent.
 const replaylensExplore = (() => {
   "use strict";
-  const TILE = 16, PER_FRAME = 20, ROWS_AT_ONCE = 512, READ_AT_ONCE = 2, GUTTER = 132, RULER = 22, TOKEN = 24, AROUND = 3;
+  const TILE = 16, BLOCK = 64, PER_FRAME = 10, ROWS_AT_ONCE = 512, READ_AT_ONCE = 2, GUTTER = 132, RULER = 22, TOKEN = 24, AROUND = 3;
   const WIDTHS = [14, 38, 66, 104], LAYER = 15, BARS = 20, LOST_AFTER = 6000, BEAT = 4000;
   const KINDS = {
     p: ["prompt", "prompt", "·"], g: ["accepted", "generated", "✓"], f: ["forced", "forced", "›"], n: ["pending", "pending", "▒"],
@@ -60,7 +60,7 @@ const replaylensExplore = (() => {
 
   const mount = (host, transport) => {
     const own = `rlx${++count}`;
-    const words = new Map(), caches = new Map(), tiles = new Map(), rowsShown = new Map(), lines = new Map(), joints = new Map();
+    const words = new Map(), shown = new Map(), caches = new Map(), tiles = new Map(), rowsShown = new Map(), lines = new Map(), joints = new Map();
     let tree = null, order = [], columns = 0, zoom = 2, strip = "surprise", at = { branch: 0, position: 0 }, look = null, path = new Map();
     let drawing = 0, reading = 0, lookTimer = 0, marked = null, attention = null, hits = [], hit = -1, work = null, toCome = null;
 
@@ -141,7 +141,7 @@ const replaylensExplore = (() => {
         for (const child of (children.get(line.id) ?? []).sort((a, b) => a.start - b.start || b.id - a.id)) stack.push([child, depth + 1]);
       }
       columns = Math.max(...order.map((line) => line.end), 1);
-      title.textContent = tree.title;
+      title.textContent = visible(tree.title);
       title.title = `${order.length} branches, ${columns} positions`;
       if (first) {
         for (const [value, text] of [["none", "nothing"], ["surprise", "surprise"], ["entropy", "entropy"], ["layers", "layers"],
@@ -174,13 +174,18 @@ const replaylensExplore = (() => {
     };
     const wordAt = (line, position) => {
       const cache = cacheOf(line), fixed = cache.repaired[position], id = cache.ids[position];
-      return id === undefined ? undefined : fixed !== undefined ? (fixed === "" ? "…" : visible(fixed)) : visible(words.get(id) ?? "");
+      return id === undefined ? undefined : fixed !== undefined ? (fixed === "" ? "…" : visible(fixed)) : shownOf(id);
     };
     const readAt = (line, position) => {
-      for (const block of cacheOf(line).read.values()) if (position >= block.first && position < block.first + block.count) return [block, position - block.first];
-      return null;
+      const { read } = cacheOf(line), block = read.get(Math.max(line.start, Math.floor(position / BLOCK) * BLOCK));
+      return block && position < block.first + block.count ? [block, position - block.first] : null;
     };
-    const takeWords = (given) => { for (const [id, text] of Object.entries(given ?? {})) words.set(+id, text); };
+    const shownOf = (id) => {
+      let text = shown.get(id);
+      if (text === undefined) shown.set(id, text = visible(words.get(id) ?? ""));
+      return text;
+    };
+    const takeWords = (given) => { for (const [id, text] of Object.entries(given ?? {})) if (words.get(+id) !== text) { words.set(+id, text); shown.delete(+id); } };
     const takeRows = (reply) => {
       const line = lines.get(reply.branch);
       if (!line) return;
@@ -200,7 +205,7 @@ const replaylensExplore = (() => {
       const end = Math.min(line.end, (Math.floor(first / ROWS_AT_ONCE) + 1) * ROWS_AT_ONCE), key = `${start} ${end}`;
       if (cache.asked.has(key)) return;
       cache.asked.add(key);
-      ask("rows", { branch: line.id, first: start, end }).then((reply) => { takeRows(reply); refill(line.id); }, (error) => { cache.asked.delete(key); say(String(error.message ?? error)); });
+      ask("rows", { branch: line.id, first: start, end }).then((reply) => { takeRows(reply); refill(line.id, start, end); }, (error) => { cache.asked.delete(key); say(String(error.message ?? error)); });
     };
     const wantRead = () => {  // readings of what is in sight, nearest first, a few at a time
       if (strip === "none" || reading >= READ_AT_ONCE) return;
@@ -210,7 +215,7 @@ const replaylensExplore = (() => {
         cache.asked.add(`read ${first}`);
         reading += 1;
         ask("read", { branch: line.id, first, end: Math.min(first + TILE, line.end) })
-          .then((reply) => { for (const block of reply.blocks) takeBlock(line, block); refill(line.id); }, (error) => { if (transport.live) say(String(error.message ?? error)); })
+          .then((reply) => { for (const block of reply.blocks) takeBlock(line, block); if (reply.blocks.length) refill(line.id); }, (error) => { if (transport.live) say(String(error.message ?? error)); })
           .finally(() => { reading -= 1; wantRead(); });
         if (reading >= READ_AT_ONCE) return;
       }
@@ -251,7 +256,7 @@ const replaylensExplore = (() => {
       let made = 0, more = false;
       for (let row = r0; row < r1; row++) {
         const line = order[row];
-        const shown = rowsShown.get(row) ?? newRow(row, line);
+        const drawn = rowsShown.get(row) ?? newRow(row, line);
         for (let c = Math.max(c0, Math.floor(line.start / TILE)); c <= Math.min(c1, Math.floor((line.end - 1) / TILE)); c++) {
           const key = `${line.id} ${c}`;
           if (tiles.has(key)) continue;
@@ -261,7 +266,7 @@ const replaylensExplore = (() => {
           tile.element.setAttribute("role", "presentation");
           tiles.set(key, tile);
           fill(tile);
-          shown.element.append(tile.element);
+          drawn.element.append(tile.element);
           made += 1;
         }
       }
@@ -321,7 +326,7 @@ const replaylensExplore = (() => {
       if (strip === "layers") {
         const stack = make("span", "rlx-layers");
         for (let layer = tree.layers - 1; layer >= 0; layer--) {
-          const k = (i * block.layers + layer) * block.k, one = make("span", "", zoom ? visible(words.get(block.ids[k]) ?? "") : "");
+          const k = (i * block.layers + layer) * block.k, one = make("span", "", zoom ? shownOf(block.ids[k]) : "");
           one.style.setProperty("--v", share(block.shares[k]));
           if (block.shares[k] > 0.6) one.classList.add("rlx-strong");
           stack.append(one);
@@ -340,7 +345,7 @@ const replaylensExplore = (() => {
       cell.append(bar_);
       return [`${name ?? strip} ${value.toFixed(2)}`];
     };
-    const refill = (id) => { for (const tile of tiles.values()) if (tile.line.id === id) fill(tile); if (id === at.branch || path.has(id)) soonLook(); soonRead(); };
+    const refill = (id, from = 0, to = Infinity) => { for (const tile of tiles.values()) if (tile.line.id === id && tile.first < to && tile.first + TILE > from) fill(tile); if (id === at.branch || path.has(id)) soonLook(); soonRead(); };
     const refillAll = () => { for (const tile of tiles.values()) fill(tile); };
     const drawRuler = (left, wide) => {
       const step = [50, 20, 10, 5][zoom], from = Math.floor(Math.max(0, left - GUTTER) / width() / step) * step, to = Math.min(columns, (left + wide) / width() + step);
@@ -447,7 +452,7 @@ const replaylensExplore = (() => {
     };
     const showDifference = (first, second, reply) => {
       takeWords(reply.words);
-      const said = (id) => (id === null ? "(its end)" : `“${visible(words.get(id) ?? "")}”`);
+      const said = (id) => (id === null ? "(its end)" : `“${shownOf(id)}”`);
       const token = reply.token ? `First different token: position ${reply.token.position}, ${said(reply.token.ids[0])} and ${said(reply.token.ids[1])}.` : "All tokens are the same.";
       const row = reply.row ? `First different row: position ${reply.row.position}, ${reply.row.site}.` : "All rows compared have the same bits.";
       results.replaceChildren(make("b", "", `#${first} and #${second}`), make("p", "", token), make("p", "", row));
@@ -469,7 +474,7 @@ const replaylensExplore = (() => {
     const chances = (pairs, click, title_) => {
       const list = make("div", "rlx-list");
       for (const [id, p] of pairs) {
-        const one = make(click ? "button" : "div", "rlx-chance", make("span", "rlx-word", id === null ? "(end)" : visible(words.get(id) ?? "")), make("span", "rlx-p", percent(p)));
+        const one = make(click ? "button" : "div", "rlx-chance", make("span", "rlx-word", id === null ? "(end)" : shownOf(id)), make("span", "rlx-p", percent(p)));
         one.style.setProperty("--v", share(p));
         if (click) { one.type = "button"; one.title = title_; one.disabled = !transport.live; one.addEventListener("click", () => click(id)); }
         list.append(one);
@@ -531,7 +536,7 @@ const replaylensExplore = (() => {
       for (let i = layers.length - 1; i >= 0; i--) {
         const row = make("div", "rlx-layer", make("small", "", i === layers.length - 1 ? "output" : `S${i}`));
         for (const [id, p] of layers[i]) {
-          const one = make("button", "rlx-chip", visible(words.get(id) ?? ""));
+          const one = make("button", "rlx-chip", shownOf(id));
           Object.assign(one, { type: "button", title: `${percent(p)}: make it the next token`, disabled: !transport.live });
           one.style.setProperty("--v", share(p));
           if (p > 0.6) one.classList.add("rlx-strong");
