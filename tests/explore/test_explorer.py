@@ -1,20 +1,25 @@
 """The explorer without a browser: its branches have the bits of the API's, undo takes back, errors are sentences."""
 
 import json
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import replaylens as rl
+from replaylens.cli import app
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.serving.branch import Branch
 from replaylens.explore import readings
 from replaylens.explore.explorer import Explorer
+from replaylens.explore.served import ServedPage
 from tests.explore.conftest import PROMPT
 
 
@@ -162,22 +167,51 @@ def test_compare_finds_the_first_token_and_layer(explorer: Explorer) -> None:
     assert found["row"] is None and found["token"]["ids"][1] is None
 
 
-def test_probes_and_thresholds(coin: Engine) -> None:
-    """A probe's scores under tokens are those of `Watch.scores`."""
+class Line:
+    """A probe."""
+
+    weight, bias = np.linspace(-1, 1, 128, dtype=np.float32)[None], np.array([0.25], dtype=np.float32)
+    classes, label, site = ("no", "yes"), "up", "blocks.2.hook_in"
+
+
+def test_probes_thresholds_and_edits(coin: Engine) -> None:
+    """A probe's scores under tokens are those of `Watch.scores`; what is given by name can be chosen."""
     branch = coin.prompt(PROMPT, sites="S")
-
-    class Line:
-        weight, bias = np.linspace(-1, 1, 128, dtype=np.float32)[None], np.array([0.25], dtype=np.float32)
-        classes, label, site = ("no", "yes"), "up", "blocks.2.hook_in"
-
-    explorer = branch.explore(probes={"up": Line()}, thresholds={"up": 0.5})
-    (block,) = explorer.read(branch.id, 0, 16)["blocks"]
+    edits = {"half": rl.Edit("T", "scale", factor=0.5, layers=[0])}
     exact = coin.watch({"up": Line()}).scores(branch)["up"].numpy()
-    assert np.abs(unpacked(block["scores"]["up"], 127, np.int8) - exact).max() <= block["scores"]["up"]["most"] / 253
-    assert explorer.tree()["probes"] == {"up": 0.5}
+    made = branch.explore(probes={"up": Line()}, thresholds={"up": 0.5}, edits=edits)
+    for explorer in (made, rl.explore(coin, PROMPT, probes={"up": Line()}, thresholds={"up": 0.5}, edits=edits)):
+        (block,) = explorer.read(explorer.root.id, 0, 16)["blocks"]
+        assert np.abs(unpacked(block["scores"]["up"], 127, np.int8) - exact).max() <= block["scores"]["up"]["most"] / 253
+        assert explorer.tree()["probes"] == {"up": 0.5} and explorer.tree()["edits"] == ["half"]
+        (edited,) = explorer.edit(explorer.root.id, 3, name="half")
+        assert explorer.branch(edited).length == 4
     with pytest.raises(BadRequest, match="down"):
         branch.explore(probes={"up": Line()}, thresholds={"down": 0.5})
+    with pytest.raises(BadRequest, match="edits"):
+        branch.explore(edits={"x": 3})  # type: ignore[dict-item]
     branch.release()
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`replaylens explore` serves at the host and port that it is told, and saves at the end."""
+    asked = list[str]()
+
+    def wait(served: ServedPage) -> None:
+        asked.append(served.address)
+        served.explorer.generate(served.explorer.root.id, 3)  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ServedPage, "wait", wait)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = ["explore", "coin-plain", PROMPT, "--port", str(port), "--host", "localhost", "--save", str(tmp_path / "t.html")]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert asked[0].startswith(f"http://localhost:{port}/") and asked[0] in done.output and "ended" in done.output
+    found = rl.replay_page(tmp_path / "t.html")
+    assert found.same and [len(branch.tokens) for branch in found.branches.values()] == [19]
 
 
 def test_errors_are_one_sentence_and_change_nothing(explorer: Explorer) -> None:

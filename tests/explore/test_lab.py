@@ -1,7 +1,6 @@
 """The widget on a live kernel: JupyterLab on the loopback, a real browser, every action clicked, and the kernel killed."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 import nbformat
 import pytest
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 PROMPT = "A coin's state is heads. Alice flips. Bob doesn't flip. Carol flips."
 SHOW = f"""
 import replaylens as rl
@@ -71,104 +69,99 @@ def lab(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_every_action_in_a_notebook(lab: str) -> None:
+def test_every_action_in_a_notebook(browser: Any, lab: str) -> None:
     """Each action by mouse or key on a live kernel; bits as the API makes them; then the kernel is killed."""
-    playwright: Any = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("No Chromium found.")
-    with playwright.sync_playwright() as runner:
-        browser = runner.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1500, "height": 1000})
-        page.goto(lab, timeout=90_000)
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
-        page.wait_for_selector("text=/ipykernel.* Idle/", timeout=90_000)
+    page = browser.new_page(viewport={"width": 1500, "height": 1000})
+    page.goto(lab, timeout=90_000)
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
+    page.wait_for_selector("text=/ipykernel.* Idle/", timeout=90_000)
 
-        def run(cell: int) -> None:
-            page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".cm-content").click()
-            page.keyboard.press("Shift+Enter")
+    def run(cell: int) -> None:
+        page.locator(".jp-Notebook .jp-CodeCell").nth(cell).locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
 
-        run(0)
-        page.wait_for_selector(".rlx-at", timeout=60_000)
-        page.locator(".rlx").evaluate("e => e.style.height = '520px'")
+    run(0)
+    page.wait_for_selector(".rlx-at", timeout=60_000)
+    page.locator(".rlx").evaluate("e => e.style.height = '520px'")
 
-        def said(text: str) -> None:
-            page.wait_for_function("t => document.querySelector('.rlx-status').textContent == t", arg=text, timeout=30_000)
+    def said(text: str) -> None:
+        page.wait_for_function("t => document.querySelector('.rlx-status').textContent == t", arg=text, timeout=30_000)
 
-        def rows() -> int:
-            return int(page.get_attribute(".rlx-grid", "aria-rowcount"))
+    def rows() -> int:
+        return int(page.get_attribute(".rlx-grid", "aria-rowcount"))
 
-        def until(count: int) -> None:
-            page.wait_for_function("n => +document.querySelector('.rlx-grid').getAttribute('aria-rowcount') == n", arg=count)
+    def until(count: int) -> None:
+        page.wait_for_function("n => +document.querySelector('.rlx-grid').getAttribute('aria-rowcount') == n", arg=count)
 
-        def token(branch: int, position: int) -> None:
-            page.locator(f".rlx-cell[data-b='{branch}'][data-p='{position}']").click()
+    def token(branch: int, position: int) -> None:
+        page.locator(f".rlx-cell[data-b='{branch}'][data-p='{position}']").click()
 
-        token(0, 15)
-        page.keyboard.press("g")
-        said("generate: done")
-        page.wait_for_selector(".rlx-cell[data-b='0'][data-p='20']")
-        token(0, 12)
-        page.wait_for_selector("button.rlx-chance")
-        page.locator("button.rlx-chance").nth(0).click()  # another token, from the list, and on from there
-        said("force: done")
-        until(2)
-        token(0, 8)
-        page.keyboard.press("t")
-        page.keyboard.type(" turns")
-        page.keyboard.press("Enter")
-        said("force: done")
-        until(3)
-        token(0, 10)
-        page.keyboard.press("e")
-        page.locator(".rlx-side details").nth(0).locator("select").select_option("oattention")
-        page.get_by_role("button", name="fork with the edit").click()
-        said("edit: done")
-        until(4)
-        token(0, 10)
-        page.locator(".rlx-side details").nth(0).locator("select").select_option("nquiet")
-        page.get_by_role("button", name="fork with the edit").click()
-        said("edit: done")
-        until(5)
-        token(0, 15)
-        page.locator("input[name=temperature]").fill("2")
-        page.locator(".rlx-grid").focus()
-        page.keyboard.press("n")
-        said("resample: done")
-        until(13)
-        assert page.locator(".rlx-results").inner_text().startswith("Resampled")
-        page.locator("input[name=temperature]").fill("0")
-        token(0, 18)
-        page.get_by_role("button", name="roll back", exact=True).click()
-        said("rollback: done")
-        until(14)
-        assert page.locator(".rlx-row .rl-gone").count() > 0, "what was rolled back is drawn grey"
-        page.keyboard.press("u")
-        said("undo: done")
-        until(13)
-        page.keyboard.press("p")
-        said("pin: done")
-        page.wait_for_selector(".rlx-pinned")
-        page.keyboard.press("y")
-        page.wait_for_selector("dialog .rlx-code")
-        assert "b0.generate(" in page.locator("dialog .rlx-code").input_value()
-        page.get_by_role("button", name="close").click()
-        page.locator(".rlx-name").nth(1).click()
-        page.keyboard.press("c")
-        page.locator(".rlx-name").nth(0).click()
-        page.keyboard.press("c")
-        page.wait_for_function("document.querySelector('.rlx-results').textContent.includes('First different token')")
-        run(1)
-        page.wait_for_selector("text=/^checked /", timeout=60_000)
-        assert page.locator("text=/^checked /").inner_text().strip() == "checked 5 8 True True 1 True"
-        run(2)
-        until(14)  # a fork that Python has made
+    token(0, 15)
+    page.keyboard.press("g")
+    said("generate: done")
+    page.wait_for_selector(".rlx-cell[data-b='0'][data-p='20']")
+    token(0, 12)
+    page.wait_for_selector("button.rlx-chance")
+    page.locator("button.rlx-chance").nth(0).click()  # another token, from the list, and on from there
+    said("force: done")
+    until(2)
+    token(0, 8)
+    page.keyboard.press("t")
+    page.keyboard.type(" turns")
+    page.keyboard.press("Enter")
+    said("force: done")
+    until(3)
+    token(0, 10)
+    page.keyboard.press("e")
+    page.locator(".rlx-side details").nth(0).locator("select").select_option("oattention")
+    page.get_by_role("button", name="fork with the edit").click()
+    said("edit: done")
+    until(4)
+    token(0, 10)
+    page.locator(".rlx-side details").nth(0).locator("select").select_option("nquiet")
+    page.get_by_role("button", name="fork with the edit").click()
+    said("edit: done")
+    until(5)
+    token(0, 15)
+    page.locator("input[name=temperature]").fill("2")
+    page.locator(".rlx-grid").focus()
+    page.keyboard.press("n")
+    said("resample: done")
+    until(13)
+    assert page.locator(".rlx-results").inner_text().startswith("Resampled")
+    page.locator("input[name=temperature]").fill("0")
+    token(0, 18)
+    page.get_by_role("button", name="roll back", exact=True).click()
+    said("rollback: done")
+    until(14)
+    assert page.locator(".rlx-row .rl-gone").count() > 0, "what was rolled back is drawn grey"
+    page.keyboard.press("u")
+    said("undo: done")
+    until(13)
+    page.keyboard.press("p")
+    said("pin: done")
+    page.wait_for_selector(".rlx-pinned")
+    page.keyboard.press("y")
+    page.wait_for_selector("dialog .rlx-code")
+    assert "b0.generate(" in page.locator("dialog .rlx-code").input_value()
+    page.get_by_role("button", name="close").click()
+    page.locator(".rlx-name").nth(1).click()
+    page.keyboard.press("c")
+    page.locator(".rlx-name").nth(0).click()
+    page.keyboard.press("c")
+    page.wait_for_function("document.querySelector('.rlx-results').textContent.includes('First different token')")
+    run(1)
+    page.wait_for_selector("text=/^checked /", timeout=60_000)
+    assert page.locator("text=/^checked /").inner_text().strip() == "checked 5 8 True True 1 True"
+    run(2)
+    until(14)  # a fork that Python has made
 
-        shown = page.locator(".rlx-cell[data-b='0'] .rl-token").all_inner_texts()
-        run(3)
-        page.wait_for_selector(".rlx-banner:not([hidden])", timeout=40_000)
-        assert "does not answer" in page.locator(".rlx-banner").inner_text()
-        assert page.locator(".rlx-cell[data-b='0'] .rl-token").all_inner_texts() == shown, "what was seen stays"
-        with page.expect_download() as download:
-            page.locator(".rlx-banner button").click()
-        assert '"tokens"' in Path(download.value.path()).read_text()
-        browser.close()
+    shown = page.locator(".rlx-cell[data-b='0'] .rl-token").all_inner_texts()
+    run(3)
+    page.wait_for_selector(".rlx-banner:not([hidden])", timeout=40_000)
+    assert "does not answer" in page.locator(".rlx-banner").inner_text()
+    assert page.locator(".rlx-cell[data-b='0'] .rl-token").all_inner_texts() == shown, "what was seen stays"
+    with page.expect_download() as download:
+        page.locator(".rlx-banner button").click()
+    assert '"tokens"' in Path(download.value.path()).read_text()
+    page.close()

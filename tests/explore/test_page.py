@@ -18,7 +18,7 @@ from replaylens.engine.errors import BadFile, BadRequest, FingerprintMismatch
 from replaylens.explore.explorer import Explorer
 from replaylens.explore.saved import page as page_of
 from replaylens.explore.saved import replay_page
-from replaylens.explore.served import Served
+from replaylens.explore.served import ServedPage
 from replaylens.views.html import tag
 from tests.explore.conftest import PROMPT, large
 from tests.views.checks import assert_harmless
@@ -47,7 +47,7 @@ class Tab:
 
 
 def asked(
-    served: Served, path: str | None = None, method: str = "GET", body: Any = None, **headers: str
+    served: ServedPage, path: str | None = None, method: str = "GET", body: Any = None, **headers: str
 ) -> tuple[int, str, str]:
     """(status, cookie, body) of a request by hand."""
     host = re.match(r"http://([^/]+)", served.address)[1]  # type: ignore[index]
@@ -96,7 +96,7 @@ def test_clicks_and_keys_on_a_served_page(browser: Any, explorer: Explorer) -> N
         tab.page.keyboard.press("ArrowLeft")
         tab.page.keyboard.press("r")
         tab.said("rollback: done")
-        tab.page.locator(".rlx-row .rl-gone").wait_for()
+        tab.page.locator(".rlx-row .rl-gone").first.wait_for()
         tab.page.keyboard.press("u")
         tab.said("undo: done")
         explorer.root.fork(at=3)  # gone at once: nobody holds it

@@ -25,13 +25,13 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float, as_instance, as_int, hides, short_repr, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.watch import Probe
-from replaylens.explore.living import Cut, Done, LivingTree, Work, regrow
+from replaylens.explore.living import Done, LivingTree, LongAction, RolledBack, regrow
 from replaylens.explore.readings import blocks, words
 from replaylens.rollouts.plan import rollout_seed
 from replaylens.tasks.errors import TaskError
 
 if TYPE_CHECKING:
-    from replaylens.explore.served import Served
+    from replaylens.explore.served import ServedPage
 
 PIECE = 8
 """tokens of several branches that are drawn between two looks at whether to stop"""
@@ -145,11 +145,11 @@ class Explorer(LivingTree):
 
         return save(self, path, readings)
 
-    def serve(self, *, port: int = 0, host: str = "127.0.0.1") -> Served:
+    def serve(self, *, port: int = 0, host: str = "127.0.0.1") -> ServedPage:
         """Serve the page to the browser that opens its address first. `.address` says where; `close` ends it."""
-        from replaylens.explore.served import Served
+        from replaylens.explore.served import ServedPage
 
-        return Served(self, port=port, host=host)
+        return ServedPage(self, port=port, host=host)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         from replaylens.explore.widget import bundle
@@ -166,7 +166,7 @@ class Explorer(LivingTree):
         own.rollback(to=to)
         self.spans[branch] = [(a, min(b, to), how) for a, b, how in spans if a < to]
         if lost:
-            self.cuts.append(cut := Cut(self._cutting, branch, to, lost))
+            self.cuts.append(cut := RolledBack(self._cutting, branch, to, lost))
             self._cutting -= 1
 
             def undo() -> None:
@@ -362,7 +362,7 @@ class Explorer(LivingTree):
     # ---- helpers of actions -------------------------------------------------------------------------------------
 
     def _working(self, what: str, branch: int, total: int) -> _Working:
-        return _Working(self, Work(what, branch, total))
+        return _Working(self, LongAction(what, branch, total))
 
     def _hold(self, made: list[Branch]) -> list[Branch]:
         self._held |= {branch.id: branch for branch in made}
@@ -467,10 +467,10 @@ class Explorer(LivingTree):
 class _Working:
     """The one long action of an explorer, from its begin to its end."""
 
-    def __init__(self, explorer: Explorer, work: Work) -> None:
+    def __init__(self, explorer: Explorer, work: LongAction) -> None:
         self.explorer, self.work = explorer, work
 
-    def __enter__(self) -> Work:
+    def __enter__(self) -> LongAction:
         if self.explorer.work is not None:
             raise BadRequest(f"{self.explorer.work.what} is still running. Stop it, or wait for its end.")
         self.work.running.set()

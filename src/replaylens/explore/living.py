@@ -19,7 +19,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.watch import Probe, Watch
-from replaylens.explore.readings import Readings, blocks, layer_of_message, packed, repaired, words
+from replaylens.explore.readings import RowReader, blocks, layer_of_message, packed, repaired, words
 from replaylens.tasks.errors import TaskError
 
 LETTERS = {"prompt": "p", "generated": "g", "forced": "f", "pending": "n", "draft": "d", "rejected": "x"}
@@ -29,7 +29,7 @@ FOUND = 200
 
 
 @dataclass
-class Work:
+class LongAction:
     """A long action: who waits for it can pause or stop it."""
 
     what: str
@@ -46,7 +46,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RolledBack:
     """Tokens that were rolled back: drawn, and nothing else."""
 
     number: int
@@ -92,15 +92,15 @@ class LivingTree:
             raise BadRequest(no_such("probe", unknown[0], names))
         self.edits: dict[str, Edit] = {k: as_instance(f"edits[{k!r}]", v, Edit, "an Edit") for k, v in (edits or {}).items()}
         """edits by name: those that were given, and those that were made here"""
-        self.readings = Readings(self.engine, self.watch)
+        self.readings = RowReader(self.engine, self.watch)
         self.looked: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
         """(branch, position) -> hash of the path up to the next token, and what was shown of it last"""
-        self.cuts: list[Cut] = []
+        self.cuts: list[RolledBack] = []
         self.spans: dict[int, list[tuple[int, int, Sampling]]] = {}
         """branch -> [start, end) and how they were generated"""
         self.used: dict[int, list[str]] = {}
         """branch -> names of the edits that it was forked with"""
-        self.work: Work | None = None
+        self.work: LongAction | None = None
         self._marks: list[tuple[int, int, str]] = []
         self._selected, self._at = [root.id], root.length - 1
         self._done: list[Done] = []

@@ -96,7 +96,7 @@ def repaired(text: Text, tokens: Sequence[int], first: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Block:
+class ReadBlock:
     """The readings of consecutive positions of one branch."""
 
     first: int
@@ -129,7 +129,7 @@ class Block:
         }
 
 
-class Readings:
+class RowReader:
     """Reads rows of an engine's branches, and keeps the latest blocks."""
 
     def __init__(self, engine: Engine, watch: Watch | None) -> None:
@@ -137,9 +137,9 @@ class Readings:
         spec = engine.capture_spec("Z", top_k=min(TOP, engine.config.vocab_size)).lens
         assert spec is not None
         self.spec = spec
-        self.kept: OrderedDict[tuple[int, int, int, int], Block] = OrderedDict()
+        self.kept: OrderedDict[tuple[int, int, int, int], ReadBlock] = OrderedDict()
 
-    def block(self, lane: Lane, path: list[int], first: int, end: int) -> Block:
+    def block(self, lane: Lane, path: list[int], first: int, end: int) -> ReadBlock:
         """The readings of positions [first, end) of a path, the lane's own."""
         key = (lane.branch, first, end, hash(tuple(path[: end + 1])))
         if key not in self.kept:
@@ -149,7 +149,7 @@ class Readings:
         self.kept.move_to_end(key)
         return self.kept[key]
 
-    def seen(self, branch: int, path: list[int]) -> list[Block]:
+    def seen(self, branch: int, path: list[int]) -> list[ReadBlock]:
         """The blocks that were read of a branch and that its path still has, in order."""
         own = [(first, end, told) for of, first, end, told in self.kept if of == branch and end <= len(path)]
         valid = {first: end for first, end, told in sorted(own) if hash(tuple(path[: end + 1])) == told}
@@ -160,7 +160,7 @@ class Readings:
         spec = CaptureSpec(tuple(dict.fromkeys(sites)), last=self.spec.sites[-1])
         return self.engine.forest.rows_between([lane], [first], [end], spec)[0]
 
-    def _read(self, lane: Lane, path: list[int], first: int, end: int) -> Block:
+    def _read(self, lane: Lane, path: list[int], first: int, end: int) -> ReadBlock:
         before = max(first - 1, 0)  # the row before says how likely the first token was
         probes = () if self.watch is None else self.watch.sites
         rows = self.rows(lane, before, end, [*self.spec.sites, *probes])
@@ -171,7 +171,7 @@ class Readings:
         skip, logprob = first - before, z["Z.emitted"][:, -1].numpy()
         surprise = -np.concatenate([[np.nan] * (1 - skip), logprob])[: end - first]
         scores = {} if self.watch is None else dict(_scores(self.watch, rows, skip))
-        return Block(
+        return ReadBlock(
             first,
             surprise,
             z["Z.entropy"][skip:, -1].numpy(),

@@ -25,7 +25,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_path, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.explore.living import LivingTree, regrow
-from replaylens.explore.readings import Readings, checks_of, packed
+from replaylens.explore.readings import RowReader, checks_of, packed
 from replaylens.views.html import asset, style, tag
 from replaylens.views.page import document, json_block
 
@@ -111,7 +111,7 @@ def _content(explorer: LivingTree, shape: list[dict[str, Any]]) -> dict[str, Any
 
 
 @dataclass(frozen=True)
-class _Checks:
+class _RowChecks:
     first: int
     count: int
     data: str
@@ -127,7 +127,7 @@ class _Planned:
     """from `start` on"""
     spans: list[tuple[int, int, dict[str, Any]]]
     edits: list[dict[str, Any]]
-    checks: list[_Checks]
+    checks: list[_RowChecks]
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ def _placed(line: _Planned) -> tuple[PlacedEdit, ...]:
 
 def _compared(engine: Engine, plan: _Plan, line: _Planned, branch: Branch) -> tuple[int, str]:
     """(rows that were compared, the first that differs in words)."""
-    readings, count = Readings(engine, None), 0
+    readings, count = RowReader(engine, None), 0
     for each in line.checks:
         then = np.frombuffer(base64.b64decode(each.data), dtype="<u8").reshape(each.count, len(plan.sites))
         rows = readings.rows(branch.lane, each.first, each.first + each.count, plan.sites)

@@ -30,7 +30,7 @@ LOOK_AGAIN = 0.5
 """seconds between two looks at whether Python has changed the branches"""
 
 
-class Served:
+class ServedPage:
     """A page of an explorer on this machine, until `close`. `print` it for its address."""
 
     def __init__(self, explorer: LivingTree, *, port: int = 0, host: str = "127.0.0.1") -> None:
@@ -52,7 +52,7 @@ class Served:
         self._thread.start()
 
     def __repr__(self) -> str:
-        return f"Served({self.address})"
+        return f"ServedPage({self.address})"
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +130,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = False
 
-    def __init__(self, address: tuple[str, int], served: Served) -> None:
+    def __init__(self, address: tuple[str, int], served: ServedPage) -> None:
         self.served = served
         super().__init__(address, _Handler)
 

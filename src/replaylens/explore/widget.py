@@ -21,7 +21,7 @@ _SHOWN: WeakKeyDictionary[LivingTree, Any] = WeakKeyDictionary()
 def _kind() -> Any:
     """The widget's class, made when it is first shown; MissingPackage without anywidget."""
     try:
-        anywidget = import_module("anywidget")
+        import anywidget
     except ImportError:
         raise MissingPackage(
             "The tree in a notebook needs the package anywidget. Install it with `pip install 'replaylens[notebooks]'`; "
