@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from replaylens.engine.engine import Engine
     from replaylens.engine.serving.watch import Probe
-    from replaylens.explore.explorer import Explorer
     from replaylens.gradients.gradients import AnyMetric, Gradients
+    from replaylens.living.explorer import Explorer
     from replaylens.rollouts.drawing import Replacement
     from replaylens.rollouts.plan import Answer, ForkPositions, KeptPlaces
     from replaylens.rollouts.rollouts import Rollout, Rollouts
@@ -299,7 +299,7 @@ class Branch(NotCopyable):
         edits: Mapping[str, Edit] | None = None,
     ) -> Explorer:
         """The living tree of this branch and all below it. Options as in `rl.explore`."""
-        from replaylens.explore.explorer import Explorer
+        from replaylens.living.explorer import Explorer
 
         return Explorer(self, probes=probes, thresholds=thresholds, edits=edits)
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.engine.request.sampling import Sampling as Sampling
     from replaylens.engine.serving.branch import Branch as Branch
     from replaylens.engine.serving.conversation import Conversation as Conversation
-    from replaylens.explore.explorer import explore as explore
-    from replaylens.explore.saved import replay_page as replay_page
     from replaylens.extras.attribution import attribution_graph as attribution_graph
     from replaylens.features.features import SparseFeatures as SparseFeatures
     from replaylens.gradients.attribution import attribution_patching as attribution_patching
     from replaylens.gradients.attribution import integrated_gradients as integrated_gradients
+    from replaylens.living.explorer import explore as explore
+    from replaylens.living.saved import replay_page as replay_page
     from replaylens.replay.run import Run as Run
     from replaylens.rollouts.plan import Answer as Answer
     from replaylens.rollouts.rollouts import Rollouts as Rollouts
@@ -63,13 +63,13 @@ _WHERE = {
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
     "errors": "replaylens.errors",
-    "explore": "replaylens.explore.explorer:explore",
+    "explore": "replaylens.living.explorer:explore",
     "integrated_gradients": "replaylens.gradients.attribution:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
     "path_patch": "replaylens.workbench.patch:path_patch",
     "probes": "replaylens.probes",
-    "replay_page": "replaylens.explore.saved:replay_page",
+    "replay_page": "replaylens.living.saved:replay_page",
     "report": "replaylens.views.report:report",
     "routing": "replaylens.workbench.routing:routing",
     "steer": "replaylens.workbench.steer:steer",

@@ -21,7 +21,7 @@ def explore(
     """See a model's branches in a browser: click to roll back, fork, force, steer, resample. Ctrl-C ends it."""
     from replaylens.engine.engine import Engine
     from replaylens.engine.request.values import output_path
-    from replaylens.explore.explorer import Explorer
+    from replaylens.living.explorer import Explorer
 
     if save is not None:
         output_path(save)

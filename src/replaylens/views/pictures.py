@@ -36,7 +36,7 @@ class Tree(Paths):
 
     def save(self, path: str | Path, *, readings: bool | None = None) -> Path:
         """Write the living tree as a page that needs no kernel, as `Explorer.save`, of a branch that is still open."""
-        from replaylens.explore.explorer import Explorer
+        from replaylens.living.explorer import Explorer
 
         branch = None if self.live is None else self.live()
         if branch is None:

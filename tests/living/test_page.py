@@ -15,12 +15,12 @@ import torch
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadFile, BadRequest, FingerprintMismatch
-from replaylens.explore.explorer import Explorer
-from replaylens.explore.saved import page as page_of
-from replaylens.explore.saved import replay_page
-from replaylens.explore.served import ServedPage
+from replaylens.living.explorer import Explorer
+from replaylens.living.saved import page as page_of
+from replaylens.living.saved import replay_page
+from replaylens.living.served import ServedPage
 from replaylens.views.html import tag
-from tests.explore.conftest import PROMPT, large
+from tests.living.conftest import PROMPT, large
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HOSTILE
 
@@ -148,6 +148,14 @@ def test_who_may_not_ask_is_refused(explorer: Explorer) -> None:
         assert asked(served, ask, "PUT", ping, Cookie=own)[0] == 501
         with pytest.raises(BadRequest, match="another port"):
             explorer.serve(port=int(host.split(":")[1]))
+        held = http.client.HTTPConnection(host, timeout=20)
+        message = json.dumps(ping).encode()
+        kinds = {"Content-Type": "application/json", "Cookie": own}
+        held.request("POST", ask, message, kinds)
+        assert json.loads(held.getresponse().read())["reply"] is True
+    held.request("POST", ask, message, kinds)
+    assert held.getresponse().status == 503, "a connection that outlives the server is no way in"
+    held.close()
 
 
 def test_a_saved_page_is_whole_and_replays(browser: Any, explorer: Explorer, tmp_path: Path) -> None:
@@ -325,7 +333,7 @@ def test_only_what_is_in_sight_exists(browser: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_trace_of_scrolling(browser: Any, tmp_path: Path) -> None:
-    """What `python -m tests.explore.test_page` prints can be measured here."""
+    """What `python -m tests.living.test_page` prints can be measured here."""
     found = trace(browser, made_up(tmp_path / "large.html", 5000, 500))
     assert found["frames"] > 30 and found["first"] > 0
 

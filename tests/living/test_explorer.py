@@ -17,10 +17,10 @@ from replaylens.cli import app
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.serving.branch import Branch
-from replaylens.explore import readings
-from replaylens.explore.explorer import Explorer
-from replaylens.explore.served import ServedPage
-from tests.explore.conftest import PROMPT
+from replaylens.living import readings
+from replaylens.living.explorer import Explorer
+from replaylens.living.served import ServedPage
+from tests.living.conftest import PROMPT
 
 
 def same(one: Branch, other: Branch) -> bool:

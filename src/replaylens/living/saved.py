@@ -24,8 +24,8 @@ from replaylens.engine.request.placed import PlacedEdit
 from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_path, verb
 from replaylens.engine.serving.branch import Branch
-from replaylens.explore.living import LivingTree, regrow
-from replaylens.explore.readings import RowReader, checks_of, packed
+from replaylens.living.readings import RowReader, checks_of, packed
+from replaylens.living.state import LivingTree, regrow
 from replaylens.views.html import asset, style, tag
 from replaylens.views.page import document, json_block
 
@@ -41,13 +41,13 @@ _PLAN = re.compile(rb'<script type="application/json" id="rl-plan">(.*?)</script
 @cache
 def explore_style() -> Markup:
     """The style of the component, besides that of all views."""
-    return Markup(f"<style>{asset('explore.css', 'replaylens.explore')}</style>")
+    return Markup(f"<style>{asset('explore.css', 'replaylens.living')}</style>")
 
 
 def page(title: str, start: str, data: str = "", source: str = "", connects: str = "") -> str:
     """A page with the component alone. `start`: the call that begins it."""
     head = [tag("title", visible(title)), style(), explore_style()]
-    code = asset("explore.js", "replaylens.explore") + start
+    code = asset("explore.js", "replaylens.living") + start
     needs = tag("noscript", tag("p", "This page needs its own script, which loads nothing."))
     body = [tag("main", needs, id="rl-explore", class_="rl-view rl-alone"), Markup(data)]
     return document(code, head, body, "rl-view rl-whole", source, connects)

@@ -25,13 +25,13 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float, as_instance, as_int, hides, short_repr, verb
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.watch import Probe
-from replaylens.explore.living import Done, LivingTree, LongAction, RolledBack, regrow
-from replaylens.explore.readings import blocks, words
+from replaylens.living.readings import blocks, words
+from replaylens.living.state import Done, LivingTree, LongAction, RolledBack, regrow
 from replaylens.rollouts.plan import rollout_seed
 from replaylens.tasks.errors import TaskError
 
 if TYPE_CHECKING:
-    from replaylens.explore.served import ServedPage
+    from replaylens.living.served import ServedPage
 
 PIECE = 8
 """tokens of several branches that are drawn between two looks at whether to stop"""
@@ -141,18 +141,18 @@ class Explorer(LivingTree):
 
         readings  True: of every token; False: of those that were looked at. Default: of every token of trees up to 2,000 tokens
         """
-        from replaylens.explore.saved import save
+        from replaylens.living.saved import save
 
         return save(self, path, readings)
 
     def serve(self, *, port: int = 0, host: str = "127.0.0.1") -> ServedPage:
         """Serve the page to the browser that opens its address first. `.address` says where; `close` ends it."""
-        from replaylens.explore.served import ServedPage
+        from replaylens.living.served import ServedPage
 
         return ServedPage(self, port=port, host=host)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        from replaylens.explore.widget import bundle
+        from replaylens.living.widget import bundle
 
         return bundle(self)
 

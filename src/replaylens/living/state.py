@@ -19,7 +19,7 @@ from replaylens.engine.request.sampling import Sampling
 from replaylens.engine.request.values import as_float, as_instance, as_int, as_list, short_repr
 from replaylens.engine.serving.branch import Branch
 from replaylens.engine.serving.watch import Probe, Watch
-from replaylens.explore.readings import RowReader, blocks, layer_of_message, packed, repaired, words
+from replaylens.living.readings import RowReader, blocks, layer_of_message, packed, repaired, words
 from replaylens.tasks.errors import TaskError
 
 LETTERS = {"prompt": "p", "generated": "g", "forced": "f", "pending": "n", "draft": "d", "rejected": "x"}

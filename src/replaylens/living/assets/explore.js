@@ -205,7 +205,7 @@ const replaylensExplore = (() => {
       const end = Math.min(line.end, (Math.floor(first / ROWS_AT_ONCE) + 1) * ROWS_AT_ONCE), key = `${start} ${end}`;
       if (cache.asked.has(key)) return;
       cache.asked.add(key);
-      ask("rows", { branch: line.id, first: start, end }).then((reply) => { takeRows(reply); refill(line.id, start, end); }, (error) => { cache.asked.delete(key); say(String(error.message ?? error)); });
+      ask("rows", { branch: line.id, first: start, end }).then((reply) => { takeRows(reply); refill(line.id, start, end); }, () => cache.asked.delete(key));
     };
     const wantRead = () => {  // readings of what is in sight, nearest first, a few at a time
       if (strip === "none" || reading >= READ_AT_ONCE) return;
@@ -215,7 +215,7 @@ const replaylensExplore = (() => {
         cache.asked.add(`read ${first}`);
         reading += 1;
         ask("read", { branch: line.id, first, end: Math.min(first + TILE, line.end) })
-          .then((reply) => { for (const block of reply.blocks) takeBlock(line, block); if (reply.blocks.length) refill(line.id); }, (error) => { if (transport.live) say(String(error.message ?? error)); })
+          .then((reply) => { for (const block of reply.blocks) takeBlock(line, block); if (reply.blocks.length) refill(line.id); }, () => 0)
           .finally(() => { reading -= 1; wantRead(); });
         if (reading >= READ_AT_ONCE) return;
       }
@@ -510,17 +510,17 @@ const replaylensExplore = (() => {
       if (!editOp.options.length) fillPicks();
       showPins();
       const asked = { ...at };
-      let reply = null;
+      let reply = null, why = "none were taken of this token";
       try {
         reply = line.id < 0 ? null : await ask("look", { branch: at.branch < 0 ? line.id : at.branch, position: at.position, layer: attentionFold.open && layerPick.value !== "" ? +layerPick.value : null });
       } catch (error) {
-        if (!transport.live || line.status !== "open") reply = null; else say(String(error.message ?? error));
+        why = String(error.message ?? error);
       }
       if (asked.branch !== at.branch || asked.position !== at.position) return;
       look = reply;
-      showLook(line, reply);
+      showLook(line, reply, why);
     };
-    const showLook = (line, reply) => {
+    const showLook = (line, reply, why) => {
       takeWords(reply?.words);
       facts.replaceChildren();
       const fact = (name, value) => facts.append(make("dt", "", name), make("dd", "", value));
@@ -529,7 +529,7 @@ const replaylensExplore = (() => {
       if (reply?.entropy !== undefined) fact("entropy after it", nats(reply.entropy));
       if (read) for (const [name, values] of Object.entries(read[0].scores)) fact(`probe ${name}`, `${values[read[1]].toFixed(3)}${values[read[1]] > tree.probes[name] ? " ▲ above " : ", threshold "}${tree.probes[name]}`);
       for (const [name, sizes] of Object.entries(reply?.sizes ?? {})) fact(`|${name}| by layer`, sizes.map((x) => x.toPrecision(2)).join("  "));
-      if (!reply) fact("readings", "none were taken of this token");
+      if (!reply) fact("readings", why);
       instead.replaceChildren(...(reply?.instead?.length ? [chances(reply.instead, (token) => doForce({ token }), "put it in place of this token, on a fork")] : [make("span", "rl-quiet", at.position ? "unknown" : "it is the first")]));
       thinks.replaceChildren();
       const layers = reply?.layers ?? [];

@@ -11,7 +11,7 @@ from replaylens.engine.errors import MissingPackage
 from replaylens.views.html import asset, style
 
 if TYPE_CHECKING:
-    from replaylens.explore.living import LivingTree
+    from replaylens.living.state import LivingTree
 
 _SHOWN: WeakKeyDictionary[LivingTree, Any] = WeakKeyDictionary()
 """the widget of each explorer: shown twice, it is one"""
@@ -27,8 +27,8 @@ def _kind() -> Any:
             "The tree in a notebook needs the package anywidget. Install it with `pip install 'replaylens[notebooks]'`; "
             "explorer.serve() and explorer.save('tree.html') work without it."
         ) from None
-    code = asset("explore.js", "replaylens.explore") + "\nexport default { render: replaylensExplore.render };\n"
-    look = str(style()).removeprefix("<style>").removesuffix("</style>") + asset("explore.css", "replaylens.explore")
+    code = asset("explore.js", "replaylens.living") + "\nexport default { render: replaylensExplore.render };\n"
+    look = str(style()).removeprefix("<style>").removesuffix("</style>") + asset("explore.css", "replaylens.living")
     return type("ExplorerWidget", (anywidget.AnyWidget,), {"_esm": code, "_css": look})
 
 

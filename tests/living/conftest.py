@@ -8,7 +8,7 @@ import pytest
 
 from replaylens.engine.engine import Engine
 from replaylens.engine.serving.branch import Branch
-from replaylens.explore.explorer import Explorer
+from replaylens.living.explorer import Explorer
 from tests.views import conftest as views
 from tests.views.test_browser import CHROMIUM, lacks
 
@@ -52,7 +52,7 @@ def large(positions: int, branches: int, layers: int = 0) -> dict[str, Any]:
     """The data of a made-up page: a trunk, and branches that leave it or each other anywhere and end anywhere."""
     import numpy as np
 
-    from replaylens.explore.readings import packed
+    from replaylens.living.readings import packed
 
     draw, rng = random.Random(0), np.random.default_rng(0)
     shape = [{"id": 0, "parent": None, "start": 0, "end": positions}]

@@ -17,8 +17,8 @@ from typing import Any, Self
 
 from replaylens.engine.errors import BadRequest
 from replaylens.engine.request.values import as_instance, as_int
-from replaylens.explore.living import LivingTree
-from replaylens.explore.saved import page
+from replaylens.living.saved import page
+from replaylens.living.state import LivingTree
 
 MAX_BODY = 1 << 20
 """bytes of a message"""
@@ -38,7 +38,7 @@ class ServedPage:
         self.token, self._secret = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
         self._opened = False
         self._events: deque[tuple[int, dict[str, Any]]] = deque(maxlen=KEPT)
-        self._count, self._news, self._ended = 0, threading.Condition(), False
+        self._count, self._news, self.ended = 0, threading.Condition(), False
         host = as_instance("host", host, str, "the name or address of this machine")
         try:
             self._server = _Server((host, as_int("port", port, 0, 65535)), self)
@@ -62,8 +62,8 @@ class ServedPage:
 
     def close(self) -> None:
         """Stop serving. The branches stay as they are."""
-        if not self._ended:
-            self._ended = True
+        if not self.ended:
+            self.ended = True
             self._unlisten()
             with self._news:
                 self._news.notify_all()
@@ -109,7 +109,7 @@ class ServedPage:
         if after < 0:
             return {"after": self._count, "events": []}
         waited = 0.0
-        while waited < WAIT and not self._ended:
+        while waited < WAIT and not self.ended:
             self.explorer.refresh()
             with self._news:
                 found = [(number, event) for number, event in self._events if number > after]
@@ -150,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         served = self.server.served
+        if served.ended:  # a connection may outlive the server
+            return self._refuse(503)
         if not self._from_here():
             return self._refuse(403)
         if self._path() != "":
@@ -161,6 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         served, path = self.server.served, self._path()
+        if served.ended:
+            return self._refuse(503)
         length = self.headers.get("Content-Length", "")
         own = self._from_here() and path in ("ask", "events") and served.owns(self.headers.get("Cookie", ""))
         if not own or self.headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
