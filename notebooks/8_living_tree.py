@@ -14,7 +14,9 @@
 #
 # **What to expect.** A tree that you can click in. Where there is no kernel, as in a file that you only read, its picture stands
 # instead. Then the same from Python: a question to a branch, the first layer where two branches differ, and a saved page that
-# rebuilds its tree bit for bit.
+# rebuilds its tree bit for bit. [Branches](../docs/branches.md#the-living-tree) has all keys and actions.
+#
+# Nothing is downloaded. This notebook has no variable for SmolLM2: what it asks is about a coin.
 
 # %%
 import replaylens as rl

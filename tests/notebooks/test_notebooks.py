@@ -203,10 +203,11 @@ def test_one_variable_runs_it_on_the_real_model(name: str) -> None:
     assert not re.search(r"(all equal|same bits|over the whole|as captured): False|mismatch", shown)
 
 
-def test_all_but_one_run_on_the_real_model_by_one_variable() -> None:
-    """The other one needs a model that thinks, and says so first."""
-    assert [name[0] for name in NAMES if name not in BY_VARIABLE] == ["4"]
-    assert "no variable for SmolLM2" in committed("4_thinking_states").cells[0].source
+def test_all_but_two_run_on_the_real_model_by_one_variable() -> None:
+    """One needs a model that thinks, one asks a coin, and both say so first."""
+    others = [name for name in NAMES if name not in BY_VARIABLE]
+    assert [name[0] for name in others] == ["4", "8"]
+    assert all("no variable for SmolLM2" in committed(name).cells[0].source for name in others)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""The explorer in a notebook, as a widget of anywidget, which the extra `notebooks` installs."""
+"""The explorer in a notebook, as a widget of anywidget, which the extra for notebooks installs."""
 
 from __future__ import annotations
 
