@@ -353,7 +353,7 @@ def trace(browser: Any, path: Path) -> dict[str, float]:
     tab = Tab(browser)
     tab.page.goto(path.as_uri())
     tab.page.wait_for_selector(".rlx-cell[aria-label*=word]")
-    first = tab.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    first = tab.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? performance.now()")
     there = tab.page.evaluate("performance.now()")
     tab.page.wait_for_timeout(1000)
     browser.start_tracing(page=tab.page, categories=TRACED)

@@ -154,6 +154,7 @@ CLAIMS = {
     "2_determinism": ["all equal: True", "certified: True, False", "NotCertified", "certified: True"],
     "3_branches": ["implied:", "accepted rows where text and truth differ: 0%", "S1 follows the text", "patched states: True"],
     "4_thinking_states": ["100% right", "the other face's"],
+    "8_living_tree": ["The same, bit for bit: 3 branches", "blocks.1.attn.hook_out", "b0.generate("],
     "5_five_things": ["the eighth of 8 is the eighth of 48: True", "Frank flips heads.", "L1H3"],
     "6_coming_from_transformerlens": ["186 of 186 names", "edit: ", "as captured: True", "gradients: False"],
     "7_your_own_activations": [
