@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from replaylens.engine.engine import Engine
-    from replaylens.engine.serving.watch import Probe
     from replaylens.gradients.gradients import AnyMetric, Gradients
     from replaylens.living.explorer import Explorer
     from replaylens.rollouts.drawing import Replacement
@@ -294,7 +293,7 @@ class Branch(NotCopyable):
     def explore(
         self,
         *,
-        probes: Probe | Mapping[str, Probe] | None = None,
+        probes: Any = None,
         thresholds: Mapping[str, float] | None = None,
         edits: Mapping[str, Edit] | None = None,
     ) -> Explorer:
