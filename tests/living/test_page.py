@@ -243,7 +243,13 @@ def test_what_differs_is_named(explorer: Explorer, tmp_path: Path) -> None:
     def field(plan: Any) -> None:
         plan["branches"][0]["tokens"] = "x"
 
-    for change in (format_, parent, field):
+    def checks(plan: Any) -> None:
+        plan["branches"][0]["checks"][0]["data"] = "AAAA"
+
+    def places(plan: Any) -> None:
+        plan["branches"][0]["checks"][0]["first"] = 9
+
+    for change in (format_, parent, field, checks, places):
         with pytest.raises(BadFile):
             replay_page(planned(saved, change), engine=explorer.engine)
     (tmp_path / "none.html").write_text("<html></html>")

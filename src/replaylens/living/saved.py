@@ -292,7 +292,12 @@ def _compared(engine: Engine, plan: _Plan, line: _Planned, branch: Branch) -> tu
     """(rows that were compared, the first that differs in words)."""
     readings, count = RowReader(engine, None), 0
     for each in line.checks:
-        then = np.frombuffer(base64.b64decode(each.data), dtype="<u8").reshape(each.count, len(plan.sites))
+        try:
+            then = np.frombuffer(base64.b64decode(each.data), dtype="<u8").reshape(each.count, len(plan.sites))
+        except ValueError as error:
+            raise BadFile(f"The checks of the plan's branch {line.id} cannot be read: {error}.") from error
+        if not 0 <= each.first < each.first + each.count <= branch.length:
+            raise BadFile(f"The checks of the plan's branch {line.id} are of positions that it does not have.")
         rows = readings.rows(branch.lane, each.first, each.first + each.count, plan.sites)
         now = checks_of([rows[site] for site in plan.sites])
         count += now.size
