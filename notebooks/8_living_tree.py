@@ -12,9 +12,9 @@
 # A model's branches, to look at and to change: click a token to roll back, fork, force another one, steer, ablate, resample.
 # Every click is a call of the API, so what it makes has the same bits, and can be replayed.
 #
-# **What to expect.** A tree that you can click in. Where there is no kernel, as in a file that you only read, its picture stands
-# instead. Then the same from Python: a question to a branch, the first layer where two branches differ, and a saved page that
-# rebuilds its tree bit for bit. [Branches](../docs/branches.md#the-living-tree) has all keys and actions.
+# **What to expect.** A tree that you can click in. Where there is no kernel, as in a file that you only read, its picture
+# stands instead. Then the same from Python: a question to a branch, the first layer where two branches differ, and a saved page
+# that rebuilds its tree bit for bit. [Branches](../docs/branches.md#the-living-tree) has all keys and actions.
 #
 # Nothing is downloaded. This notebook has no variable for SmolLM2: what it asks is about a coin.
 
@@ -27,8 +27,8 @@ w.generate(w.root.id, 8)
 w
 
 # %% [markdown]
-# Click a token, then press `f` to fork there, `t` to type another token, `g` to generate, `?` for all keys. `w.selection` is the
-# branch that is selected. The calls below do what clicks do, and show in the tree above.
+# Click a token, then press `f` to fork there, `t` to type another token, `g` to generate, `?` for all keys. `w.selection` is
+# the branch that is selected. The calls below do what clicks do, and show in the tree above.
 #
 # What if it had been Bob who flips, and what if a layer had not read the tokens before?
 
