@@ -55,7 +55,7 @@ def execute(notebook: Notebook, **kernel: Any) -> Notebook:
 
 
 def _tidy(outputs: list[Any]) -> Iterator[Any]:
-    """Without widgets, which are dead outside the kernel, but with their pictures; printed text in one piece, however it came."""
+    """Without widgets, which are dead outside the kernel, but with their pictures; printed text in one piece."""
     last = None
     for output in outputs:
         if WIDGET in output.get("data", {}):
