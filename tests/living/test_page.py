@@ -6,6 +6,7 @@ import html
 import http.client
 import json
 import re
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from replaylens.views.html import tag
 from tests.living.conftest import PROMPT, large
 from tests.views.checks import assert_harmless
 from tests.views.conftest import HOSTILE
+from tests.views.test_browser import CHROMIUM
 
 
 class Tab:
@@ -377,3 +379,19 @@ def trace(browser: Any, path: Path) -> dict[str, float]:
         "task": max(tasks, default=0.0),
     }
     return facts | {"over": sum(gap > 50 for gap in gaps)}
+
+
+def main() -> None:
+    """Print the traces of three visits to 5,000 x 500 tokens."""
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as runner:
+        running = runner.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = made_up(Path(folder) / "large.html", 5000, 500)
+        for _ in range(3):
+            print({name: round(value, 1) for name, value in trace(running, page).items()}, flush=True)
+        running.close()
+
+
+if __name__ == "__main__":
+    main()
