@@ -85,6 +85,7 @@ evals: .venv-evals/.installed
 
 pictures: $(STAMP)
 	$(BIN)/python docs/img/draw.py
+	$(BIN)/python docs/img/living_tree.py
 
 docs: $(STAMP)  # into site/; open site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

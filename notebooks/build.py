@@ -55,11 +55,13 @@ def execute(notebook: Notebook, **kernel: Any) -> Notebook:
 
 
 def _tidy(outputs: list[Any]) -> Iterator[Any]:
-    """Without progress bars, which are dead outside the kernel; what was printed in one piece, however it arrived."""
+    """Without widgets, which are dead outside the kernel, but with their pictures; printed text in one piece."""
     last = None
     for output in outputs:
         if WIDGET in output.get("data", {}):
-            continue
+            del output.data[WIDGET]
+            if "text/html" not in output.data:
+                continue
         if last is not None and output.output_type == last.output_type == "stream" and output.name == last.name:
             last.text += output.text
             continue

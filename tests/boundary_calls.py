@@ -209,6 +209,37 @@ def _recorded() -> dict[str, Any]:
 
 
 @group
+def _explored() -> dict[str, Any]:
+    """The living tree: its actions, what it tells pages, and a page that is saved and replayed."""
+    rl, folder, heard = replaylens, Path(tempfile.mkdtemp()), list[dict[str, Any]]()
+    w = rl.explore(coin(), HEADS, edits={"half": Edit("T", "scale", factor=0.5, layers=[0])})
+    root, stop = w.root.id, w.listen(heard.append)
+    end = w.generate(root, 4)
+    w.fork(root, at=5)
+    (forced,) = w.force(root, at=5, text=" Bob")
+    (edited,) = w.edit(root, at=5, name="half", n=3, temperature=1.0)
+    drawn = w.resample(root, at=end, n=3, max_new=2, temperature=2.0)
+    w.rollback(edited, to=7)
+    w.undo()
+    told = (
+        [w.read(each, 0, 40) for each in (root, forced, edited)],
+        w.look(root, 4, 1),
+        w.values(root, 4, "blocks.1.hook_attn_out"),
+    )
+    plain = {"rows": w.rows(root, 0, 40), "found": w.find("flips"), "code": len(w.python()), "parts": drawn["parts"]}
+    apart = {key: value for key, value in w.compare(root, edited).items() if key != "words"}
+    w.pin(root, 3), w.select([forced], 4), w.pause(), w.resume(), w.stop(), w.refresh(), stop()
+    seen = [w.handle({"id": 1, "do": "ping"}), w.ping(), w.position, len(w.pins), w.selection.tokens, w.branch(forced).tokens]
+    with w.serve():
+        shape = [(line["start"], line["end"]) for line in w.shape()], len(w.tree())
+    replayed = rl.replay_page(w.save(folder / "tree.html"), engine=w.engine)
+    bundle = sorted(w._repr_mimebundle_())
+    other = w.branch(forced).explore().tree()["layers"]
+    made = {"same": replayed.same, "said": str(replayed), "events": len(heard), "bundle": bundle, "other": other}
+    return {"told": told, "plain": plain, "apart": apart, "seen": seen, "shape": shape, "made": made}
+
+
+@group
 def _files() -> dict[str, Any]:
     """Plans, identifiers, lenses, bundles and pages."""
     rl, folder, engine, run = replaylens, Path(tempfile.mkdtemp()), coin(record=True), golden_more.coin_run()

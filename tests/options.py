@@ -52,8 +52,12 @@ REASONS = {
     **dict.fromkeys(
         ("rl.SparseFeatures device", "rl.SparseFeatures.load device", "rl.Engine.load device"), "needs a GPU: tests/gpu"
     ),
-    **dict.fromkeys(("rl.probes.sweep device", "$ report --device", "$ dump --device"), "needs a GPU: tests/gpu"),
-    **dict.fromkeys((f"$ {each} --dtype" for each in ("doctor", "warm", "dump", "report")), "a CPU has one arithmetic"),
+    **dict.fromkeys(
+        ("rl.probes.sweep device", "$ report --device", "$ dump --device", "$ explore --device"), "needs a GPU: tests/gpu"
+    ),
+    **dict.fromkeys(
+        (f"$ {each} --dtype" for each in ("doctor", "warm", "dump", "report", "explore")), "a CPU has one arithmetic"
+    ),
     "rl.Engine.load dtype": "a CPU has one arithmetic",
     "rl.Engine.load ranks": "who multiplies moves no bit",
     "rl.Engine.load token": "what a hub asks for, which no test asks",

@@ -48,6 +48,7 @@ FACES = (
     ("errors",),
     ("views",),
     ("workbench",),
+    ("living",),
     ("extend",),
     ("commands",),
     ("cli",),
@@ -60,7 +61,7 @@ DOORS = {
     "tasks": {"engine/machine"},
     "boundary": {"engine/errors", "engine/model", "engine/request"},
     "engine/proof": {"weights"},
-    "engine/serving": {"engine/engine", "gradients", "rollouts", "views"},
+    "engine/serving": {"engine/engine", "gradients", "living", "rollouts", "views"},
     "engine/engine": {"replay", "views", "weights"},
     "features": {"views"},
     "rollouts": {"views"},
@@ -68,6 +69,7 @@ DOORS = {
     "replay": {"dumps", "rollouts", "views"},
     "dumps": {"features", "weights"},
     "probes": {"views"},
+    "views": {"living"},
 }
 """what a room may import only within functions, when a verb needs it, or for type checkers"""
 ROOMS = (*SPINE, tuple(SHELF), *FACES)

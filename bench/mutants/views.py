@@ -3,6 +3,7 @@
 from bench.mutants.mutant import Mutant
 
 _FIGURES, _TABLES = "tests/views/test_figures.py::test_", "tests/views/test_tables.py::test_"
+_TREE, _PAGE = "tests/living/test_explorer.py::test_", "tests/living/test_page.py::test_"
 
 VIEWS = (
     Mutant(
@@ -236,5 +237,69 @@ VIEWS = (
         "lead += [f\"{len(results)} result{'s' * (len(results) >= 1)}\"] if results else []",
         "one result is no results",
         ("tests/views/test_tables.py::test_the_first_line_of_a_page",),
+    ),
+    Mutant(
+        "any-browser",
+        "replaylens.living.served",
+        "if not known and not served.first():",
+        "if not known and served.first() is None:",
+        "the address of a served page opens it once",
+        (f"{_PAGE}who_may_not_ask_is_refused",),
+    ),
+    Mutant(
+        "any-host",
+        "replaylens.living.served",
+        'self.headers.get("Host") in hosts',
+        'self.headers.get("Host") is not None',
+        "a request that names another host is refused",
+        (f"{_PAGE}who_may_not_ask_is_refused",),
+    ),
+    Mutant(
+        "served-after-its-end",
+        "replaylens.living.served",
+        "if served.ended:\n            return self._refuse(503)\n        length",
+        "length",
+        "a connection that outlives the server is no way in",
+        (f"{_PAGE}who_may_not_ask_is_refused",),
+    ),
+    Mutant(
+        "undo-of-more",
+        "replaylens.living.explorer",
+        "if own.length != length:",
+        "if own.length < length:",
+        "an undo takes back what the action did, and no more",
+        (f"{_TREE}an_undo_that_would_take_more_is_refused",),
+    ),
+    Mutant(
+        "undone-by-force",
+        "replaylens.living.explorer",
+        "regrow(self._tip(branch, to), whole, self._again(spans, to))",
+        "regrow(self._tip(branch, to), whole, [])",
+        "an undone rollback generates the tokens again",
+        (f"{_TREE}undo_leaves_what_was_there",),
+    ),
+    Mutant(
+        "seeds-of-its-own",
+        "replaylens.living.explorer",
+        "rollout_seed(plain.seed, at, number)",
+        "rollout_seed(plain.seed, at, number + 1)",
+        "what is resampled by a click is what Branch.resample draws",
+        (f"{_TREE}actions_have_the_bits_of_the_api",),
+    ),
+    Mutant(
+        "surprise-of-the-next",
+        "replaylens.living.readings",
+        "[[np.nan] * (1 - skip), logprob]",
+        "[logprob[skip:], [np.nan]]",
+        "the surprise under a token is its own",
+        (f"{_TREE}readings_are_those_of_the_rows",),
+    ),
+    Mutant(
+        "nothing-compared",
+        "replaylens.living.saved",
+        "np.nonzero(now != then)",
+        "np.nonzero(now != now)",
+        "a replayed page names the row that differs",
+        (f"{_PAGE}what_differs_is_named",),
     ),
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from replaylens.engine.engine import Engine
     from replaylens.gradients.gradients import AnyMetric, Gradients
+    from replaylens.living.explorer import Explorer
     from replaylens.rollouts.drawing import Replacement
     from replaylens.rollouts.plan import Answer, ForkPositions, KeptPlaces
     from replaylens.rollouts.rollouts import Rollout, Rollouts
@@ -72,6 +74,12 @@ def _abandon(forest: weakref.ref[Forest], lane: weakref.ref[Lane]) -> None:
     of, found = forest(), lane()
     if of is not None and found is not None:
         of.abandon(found)
+
+
+def _reopened(engine: weakref.ref[Engine], lane: weakref.ref[Lane]) -> Branch | None:
+    """A handle on a lane; None if it was released."""
+    of, found = engine(), lane()
+    return of.handle(found) if of is not None and found is not None and found.branch in of.loop.lanes else None
 
 
 # ---- branch ----------------------------------------------------------------------------------------------------------
@@ -278,7 +286,21 @@ class Branch(NotCopyable):
         from replaylens.views.pictures import tree_of
 
         recordings = {i: lane.recording for i, lane in self.engine.loop.lanes.items()}
-        return tree_of(self.record, recordings, self.engine.text)
+        forest, lane = weakref.ref(self.engine), weakref.ref(self.lane)
+        return replace(tree_of(self.record, recordings, self.engine.text), live=partial(_reopened, forest, lane))
+
+    @named_options
+    def explore(
+        self,
+        *,
+        probes: Any = None,
+        thresholds: Mapping[str, float] | None = None,
+        edits: Mapping[str, Edit] | None = None,
+    ) -> Explorer:
+        """The living tree of this branch and all below it. Options as in `rl.explore`."""
+        from replaylens.living.explorer import Explorer
+
+        return Explorer(self, probes=probes, thresholds=thresholds, edits=edits)
 
     @reading
     def timeline(self) -> Timeline:

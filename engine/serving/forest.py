@@ -360,14 +360,21 @@ class Forest:
 
     def final_rows(self, lanes: Sequence[Lane], first: Sequence[int], site: str) -> list[Tensor]:
         """The rows of one site from position first[i] on, pending tokens included. They are computed on twins, as by `kv`."""
+        ends = [len(lane.record.tokens) for lane in lanes]
+        return [rows[site] for rows in self.rows_between(lanes, first, ends, CaptureSpec((site,), last=site))]
+
+    def rows_between(
+        self, lanes: Sequence[Lane], first: Sequence[int], end: Sequence[int], capture: CaptureSpec
+    ) -> list[Recording]:
+        """The rows of positions [first[i], end[i]), whatever the lanes capture, with the bits that they have in a capture."""
         with self.made() as twins, self.quiet():
             with defer_interrupt():
-                for lane, start in zip(lanes, first, strict=True):
-                    twins.append(twin := self.fork(lane, len(lane.record.tokens)))
-                    twin.capture = CaptureSpec((site,), last=site)
-                    twin.recording = Recording(start)
+                for lane, start, stop in zip(lanes, first, end, strict=True):
+                    twins.append(twin := self.fork(lane, stop))
+                    twin.capture, twin.recording = capture, Recording(start)
+                    twin.recording.aliases, twin.recording.twins = self.aliases, self.twins(twin)
             self.compute(twins)
-            rows = [twin.recording[site] for twin in twins if twin.recording is not None]
+            rows = [twin.recording for twin in twins if twin.recording is not None]
             self.release_all(twins)
             return rows
 

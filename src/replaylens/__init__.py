@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # type checkers and editors see the names themselves
     from replaylens.features.features import SparseFeatures as SparseFeatures
     from replaylens.gradients.attribution import attribution_patching as attribution_patching
     from replaylens.gradients.attribution import integrated_gradients as integrated_gradients
+    from replaylens.living.explorer import explore as explore
+    from replaylens.living.saved import replay_page as replay_page
     from replaylens.replay.run import Run as Run
     from replaylens.rollouts.plan import Answer as Answer
     from replaylens.rollouts.rollouts import Rollouts as Rollouts
@@ -61,11 +63,13 @@ _WHERE = {
     "compare": "replaylens.workbench.compare:compare",
     "dla": "replaylens.workbench.dla:dla",
     "errors": "replaylens.errors",
+    "explore": "replaylens.living.explorer:explore",
     "integrated_gradients": "replaylens.gradients.attribution:integrated_gradients",
     "lens": "replaylens.workbench.lens:lens",
     "patch": "replaylens.workbench.patch:patch",
     "path_patch": "replaylens.workbench.patch:path_patch",
     "probes": "replaylens.probes",
+    "replay_page": "replaylens.living.saved:replay_page",
     "report": "replaylens.views.report:report",
     "routing": "replaylens.workbench.routing:routing",
     "steer": "replaylens.workbench.steer:steer",
@@ -92,11 +96,13 @@ __all__ = [
     "compare",
     "dla",
     "errors",
+    "explore",
     "integrated_gradients",
     "lens",
     "patch",
     "path_patch",
     "probes",
+    "replay_page",
     "report",
     "routing",
     "steer",

@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": "doctor",
     "warm": "doctor",
     "replay": "replay",
+    "explore": "explore",
     "dump": "dump",
     "inspect": "inspect",
     "verify": "dump",

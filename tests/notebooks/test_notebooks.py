@@ -51,15 +51,15 @@ def texts(notebook: Any) -> list[str]:
     return [str(o.get("text", "")) for o in shown] + [str(v) for o in shown for v in o.get("data", {}).values()]
 
 
-def test_all_seven_are_there() -> None:
-    assert [name[0] for name in NAMES] == list("1234567")
+def test_all_eight_are_there() -> None:
+    assert [name[0] for name in NAMES] == list("12345678")
 
 
 def test_the_table_has_the_seconds_of_each() -> None:
-    """All run within two minutes; the last column is SmolLM2's, on which number 4 does not run."""
+    """All run within two minutes; the last column is SmolLM2's, on which numbers 4 and 8 do not run."""
     lines = [line.split("|") for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("| [")]
     stated = [[int(cell) for cell in line[3:5] if cell.strip()] for line in lines]
-    assert [len(each) for each in stated] == [2, 2, 2, 1, 2, 2, 2] and max(map(max, stated)) < 120
+    assert [len(each) for each in stated] == [2, 2, 2, 1, 2, 2, 2, 1] and max(map(max, stated)) < 120
 
 
 # ---- as committed -----------------------------------------------------------------------------------------------------
@@ -154,6 +154,7 @@ CLAIMS = {
     "2_determinism": ["all equal: True", "certified: True, False", "NotCertified", "certified: True"],
     "3_branches": ["implied:", "accepted rows where text and truth differ: 0%", "S1 follows the text", "patched states: True"],
     "4_thinking_states": ["100% right", "the other face's"],
+    "8_living_tree": ["The same, bit for bit: 3 branches", "blocks.1.attn.hook_out", "b0.generate("],
     "5_five_things": ["the eighth of 8 is the eighth of 48: True", "Frank flips heads.", "L1H3"],
     "6_coming_from_transformerlens": ["186 of 186 names", "edit: ", "as captured: True", "gradients: False"],
     "7_your_own_activations": [
@@ -203,10 +204,11 @@ def test_one_variable_runs_it_on_the_real_model(name: str) -> None:
     assert not re.search(r"(all equal|same bits|over the whole|as captured): False|mismatch", shown)
 
 
-def test_all_but_one_run_on_the_real_model_by_one_variable() -> None:
-    """The other one needs a model that thinks, and says so first."""
-    assert [name[0] for name in NAMES if name not in BY_VARIABLE] == ["4"]
-    assert "no variable for SmolLM2" in committed("4_thinking_states").cells[0].source
+def test_all_but_two_run_on_the_real_model_by_one_variable() -> None:
+    """One needs a model that thinks, one asks a coin, and both say so first."""
+    others = [name for name in NAMES if name not in BY_VARIABLE]
+    assert [name[0] for name in others] == ["4", "8"]
+    assert all("no variable for SmolLM2" in committed(name).cells[0].source for name in others)
 
 
 @pytest.mark.parametrize("name", NAMES)

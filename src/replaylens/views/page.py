@@ -67,16 +67,17 @@ def assemble(
     return document(code, head, [top, needs, tag("main", *parts), data], "rl-view rl-page", source)
 
 
-def document(code: str, head: Sequence[Markup], body: Sequence[Markup], look: str, source: str = "") -> str:
+def document(code: str, head: Sequence[Markup], body: Sequence[Markup], look: str, source: str = "", connects: str = "") -> str:
     """A file whose policy allows no request and no script except `code`, which runs last. It carries its identifier.
 
-    look    classes of the body
-    source  identifier of the result that it shows
+    look      classes of the body
+    source    identifier of the result that it shows
+    connects  what it may send requests to: a page that is served, to its server
     """
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
-    )
+    ) + (f"; connect-src {connects}" if connects else "")
     first = [
         void("meta", charset="utf-8"),
         void("meta", http_equiv="Content-Security-Policy", content=policy),

@@ -20,6 +20,8 @@ from replaylens.views.data import Check, DrawnPath, Fill, Frame, Paths, Phase, R
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from replaylens.engine.serving.branch import Branch
+
 
 # ---- tree ------------------------------------------------------------------------------------------------------------
 # `Tree`: a path and its branches. It draws itself in a notebook and in a terminal.
@@ -28,6 +30,18 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, repr=False)
 class Tree(Paths):
     """Paths that draw themselves."""
+
+    live: "Callable[[], Branch | None] | None" = field(default=None, compare=False)
+    """the branch of a live tree, as long as it is open; it is not held"""
+
+    def save(self, path: str | Path, *, readings: bool | None = None) -> Path:
+        """Write the living tree as a page that needs no kernel, as `Explorer.save`, of a branch that is still open."""
+        from replaylens.living.explorer import Explorer
+
+        branch = None if self.live is None else self.live()
+        if branch is None:
+            raise BadRequest("This tree has no open branch. Save branch.tree() before it is released; of a dump, use report().")
+        return Explorer(branch).save(path, readings=readings)
 
     def __str__(self) -> str:
         return "\n".join(line.plain for line in draw.tree_lines(self))
