@@ -96,9 +96,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _high(x: Tensor) -> Tensor:
-    """Mutates: moves x to mapped memory, whose addresses are above `_NO_ADDRESS`. The heap of a Python that is not
-    position-independent, such as Debian's own, lies below, and small tensors with it: nothing was recorded there, and a step took
-    15 ms instead of 7. Returns x."""
+    """Mutates: moves x to mapped memory, whose addresses are above `_NO_ADDRESS`, and returns it. The heap of a Python that is
+    not position-independent, such as Debian's own, lies below; nothing was recorded there, a step took 15 ms, not 7."""
     if x.nbytes:
         y = x.contiguous()
         memory = torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=torch.uint8).copy_(y.view(-1).view(torch.uint8))

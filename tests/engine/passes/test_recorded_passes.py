@@ -109,7 +109,7 @@ def test_a_pass_that_is_no_list_of_kernels_is_run_as_ever(monkeypatch: pytest.Mo
 
 
 def test_a_heap_among_the_numbers_is_no_reason_to_record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a Python that is not position-independent: its heap lies lower than the bits of floats. Mapped memory never does."""
+    """As of a Python that is not position-independent: its heap lies below the bits of floats. Mapped memory does not."""
     mapped = torch.frombuffer(mmap.mmap(-1, 4096), dtype=torch.uint8).data_ptr() - (1 << 40)
     model = random_model(vocab_size=50)
     truth = unrecorded(model, monkeypatch)
