@@ -506,7 +506,7 @@ class _Picks:
     block: RowBlock
     names: Mapping[str, str] | None
     keys: int
-    """of the path of its last row; only blocks of a single path have rows with keys"""
+    """of the paths of its rows, if a site has keys: a block has rows of paths of several lengths"""
     rows: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     """where they go"""
@@ -518,17 +518,18 @@ def picked(recordings: Sequence[Recording | None], positions: Sequence[Sequence[
 
     together  those of all recordings lie in one piece of memory, one after another
     """
-    picks: dict[int, _Picks] = {}
+    picks: dict[tuple[int, int], _Picks] = {}
     counts = [0 if recording is None else len(wanted) for recording, wanted in zip(recordings, positions, strict=True)]
     asked = [(recording, wanted) for recording, wanted in zip(recordings, positions, strict=True) if recording and wanted]
-    target = count()
+    sites = asked[0][0].sites() if asked else []
+    target, keyed = count(), any(site.endswith(KEY_SITES) for site in sites)
     for recording, wanted in asked:
+        keys = recording.end * keyed
         for position in wanted:
             block, row, names = recording.place(position)
-            found = picks.get(id(block)) or picks.setdefault(id(block), _Picks(block, names, recording.end))
+            found = picks.get((id(block), keys)) or picks.setdefault((id(block), keys), _Picks(block, names, keys))
             found.rows.append(row)
             found.targets.append(next(target))
-    sites = asked[0][0].sites() if asked else []
     whole = _copied(list(picks.values()), sites, sum(counts))
     parts = {site: rows.split(counts) for site, rows in whole.items()}
     own = [
