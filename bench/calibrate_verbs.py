@@ -25,7 +25,7 @@ import torch
 from scipy import stats
 
 from bench import calibrate_forks as forks
-from replaylens.probes.causal import Difference, Effect, differences
+from replaylens.probes.causal import Effect, EffectDifference, differences
 from replaylens.probes.controls import make_goal
 from replaylens.probes.questions import forced, judge
 from replaylens.probes.questions.transfer import transfer, transfer_across
@@ -276,7 +276,7 @@ def steered(random: np.random.Generator, effect: float, tests: int = 1, nats: bo
         pull = 0.3 * (ease + of_direction + random.normal(size=40)) + more
         return Effect((pull > 0.3).astype(float), pull)
 
-    asked = [Difference(f"{i}", play(effect * (i == 0)), [play(0.0) for _ in range(8)], roots) for i in range(tests)]
+    asked = [EffectDifference(f"{i}", play(effect * (i == 0)), [play(0.0) for _ in range(8)], roots) for i in range(tests)]
     lines = differences(asked, int(random.integers(1000)), nats=nats)
     told, first = of_lines(lines), asked[0]
     more = any(line.get("nats_verdict") in (SHOWN, INVERTED) for line in lines)

@@ -29,7 +29,7 @@ from replaylens.thinking.core import ThinkingEngine
 from replaylens.thinking.model import THINK_SITE, ThinkingConfig, ThinkingDecoder, padded
 from replaylens.training import embedded as zoo
 from replaylens.training import thinking as thinking_train
-from replaylens.training.recipe import Part
+from replaylens.training.recipe import RecipePart
 from replaylens.training.thinking import ChunkBatch, ChunkedText, chunked
 from replaylens.weights import loading
 from replaylens.weights.opening import GUESSES
@@ -149,7 +149,7 @@ def sentences(flips: int = 8, count: int = 8) -> Lines:
     """Time to the answer of coin-thinking against a chain of thought in whole sentences, as written by `coin-plain`, a model of
     another width."""
     thinker, writer = Engine.load("coin-thinking"), Engine.load("coin-plain")
-    asked, told = (zoo.held_out(Part("coin", 1.0, (("rendering", form),)), flips, count) for form in ("picture", "steps"))
+    asked, told = (zoo.held_out(RecipePart("coin", 1.0, (("rendering", form),)), flips, count) for form in ("picture", "steps"))
     arms: dict[str, Any] = {g: lambda g=g: [answer(thinker, e, 10, guess=g) for e in asked] for g in GUESSES}
     arms[COT] = lambda: [answer(writer, e, len(writer.text.encode(e.completion)) + 2) for e in told]
     yield from against_a_chain(f"answer after {flips} steps (coin-thinking), against sentences", arms, count)

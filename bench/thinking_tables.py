@@ -30,7 +30,7 @@ from replaylens.tasks import WordTokenizer
 from replaylens.thinking.model import ThinkingConfig
 from replaylens.training import embedded as zoo
 from replaylens.training import thinking as thinking_train
-from replaylens.training.recipe import Part, backbone_folder, load_tokenizer
+from replaylens.training.recipe import RecipePart, backbone_folder, load_tokenizer
 from replaylens.training.score import score
 from replaylens.training.thinking import METHODS, Method, ThinkingRecipe
 from replaylens.weights import loading
@@ -45,7 +45,7 @@ Row = dict[str, Any]
 class Task:
     """The models of a table, up to method, N, seed, and what an ablation changes."""
 
-    part: Part
+    part: RecipePart
     thoughts: dict[int, int]
     """chunk size -> tokens of its longest thought, <EOS> included; the first is the table's, the others are of the ablation"""
     steps: int
@@ -106,7 +106,7 @@ def _pretrained(backbone: str) -> tuple[ModelConfig, Any]:
 
 
 PARITY = Task(
-    Part("coin", 1.0, (("rendering", "states"),)),  # The coin starts at state heads. Alice doesn't flip the coin. ...
+    RecipePart("coin", 1.0, (("rendering", "states"),)),  # The coin starts at state heads. Alice doesn't flip the coin. ...
     {6: 4},  # an operation has 5 or 6 words and signs, so every chunk between the first and the last decides one or two
     steps=4161,
     published={
@@ -116,7 +116,7 @@ PARITY = Task(
     },
 )  # fmt: skip
 VARIABLES = Task(
-    Part("variables", 1.0),  # Modulo 10: a = 3. b = 7. c = 1. a = a + b. ... The wording of the paper is unknown
+    RecipePart("variables", 1.0),  # Modulo 10: a = 3. b = 7. c = 1. a = a + b. ... The wording of the paper is unknown
     {4: 3},  # an operation has 4 or 6 words and signs: no chunk ends two, so each can continue from the state before it
     steps=6000, batch=4, cut=True,
     published={
@@ -131,12 +131,12 @@ BACKBONE = replace(
 )
 """in the backbone's tokens an operation has 6 or 7, sometimes 8, so a chunk of 8 decides one or two"""
 HOPS = Task(
-    Part("hops", 1.0), {4: 2, 2: 2, 8: 3, 16: 5}, steps=6000, inside=(1, 2, 3, 4), beyond=(6, 8, 12), longest=(4,),
+    RecipePart("hops", 1.0), {4: 2, 2: 2, 8: 3, 16: 5}, steps=6000, inside=(1, 2, 3, 4), beyond=(6, 8, 12), longest=(4,),
     d_model=128, width=144, batch=21, texts=12288,
 )  # fmt: skip
 COUNTS = Task(
-    Part("counts", 1.0), {4: 7, 2: 7, 8: 13, 16: 25}, steps=3000, inside=(1, 2, 4, 6), beyond=(8, 12, 16, 24), longest=(6,),
-    d_model=128, width=384, batch=8, texts=12288, cut=True,
+    RecipePart("counts", 1.0), {4: 7, 2: 7, 8: 13, 16: 25}, steps=3000, inside=(1, 2, 4, 6), beyond=(8, 12, 16, 24),
+    longest=(6,), d_model=128, width=384, batch=8, texts=12288, cut=True,
 )  # fmt: skip
 PAPER = {"parity": PARITY, "variables": VARIABLES}
 TEXTS = {"hops": HOPS, "counts": COUNTS}

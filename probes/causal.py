@@ -258,7 +258,7 @@ def line_of_placebos(
 
 
 @dataclass(frozen=True, eq=False)
-class Difference:
+class EffectDifference:
     """What an effect does beyond placebos on the same prompts, as one of the tests of a call."""
 
     what: str
@@ -281,7 +281,7 @@ class Difference:
 
 
 def differences(
-    each: Sequence[Difference], seed: int, metric: str = "difference of flip rates", *, nats: bool = False
+    each: Sequence[EffectDifference], seed: int, metric: str = "difference of flip rates", *, nats: bool = False
 ) -> list[dict[str, Any]]:
     """A line for each, with its verdict: all of them are one family. Intervals hold for all jointly.
 
@@ -473,7 +473,7 @@ class Compared:
 
     kind: str
     lines: list[dict[str, Any]]
-    asked: list[Difference]
+    asked: list[EffectDifference]
     probe: LinearProbe
     settings: dict[str, Any]
     notes: list[str]
@@ -513,7 +513,7 @@ def _compare(
         *(line_of_placebos(f"{kind}: {name}", each, stage.roots, seed) for name, each in many.items()),
         *(line_of(f"{kind}: {name}", each, stage.roots) for name, each in others.items()),
     ]
-    asked = [Difference(f"{kind}: probe minus {name}", own, each, stage.roots) for name, each in many.items()]
+    asked = [EffectDifference(f"{kind}: probe minus {name}", own, each, stage.roots) for name, each in many.items()]
     about = {"label": probe.label, "site": probe.site, "position": stage.position.spec, "estimator": probe.estimator}
     settings = {**about, **settings, "placebos": placebos, "seed": seed, "prompts": len(stage.subjects)}
     notes = [] if untrained else ["Skipped the comparison with untrained probes: none was given."]

@@ -83,12 +83,10 @@ class Target:
 def make_target(name: str, values: Any, kind: str = "auto") -> Target:
     """A target from any column of values; None and NaN are missing values.
 
-    Few whole numbers are classes, also as floats, which missing values make of them: one value more or less changes no kind.
+    Floats are numbers, also whole ones: a missing value more or less changes no kind. Few integers are classes.
     """
     column = pd.Series(values).reset_index(drop=True)
     present = column.notna().to_numpy()
-    if pd.api.types.is_float_dtype(column) and (column[present] % 1 == 0).all():
-        column = column.astype("Int64")
     if kind == "auto":
         number = pd.api.types.is_float_dtype(column) or (
             pd.api.types.is_integer_dtype(column) and column.nunique() > MAX_CLASSES

@@ -38,7 +38,7 @@ POWER = 0.8
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Conclusion:
     """An outcome with what it rests on."""
 
     outcome: str
@@ -68,13 +68,13 @@ class Verdict:
         return {"verdict": self.outcome, "bound": self.bound, "needed": self.needed, "decided_by": self.decided_by}
 
 
-def of_line(line: Mapping[str, Any]) -> Verdict:
+def of_line(line: Mapping[str, Any]) -> Conclusion:
     """The verdict that a line of a report holds; undecided if it holds none."""
     needed: Any = line.get("needed")
     bound: Any = line.get("bound")
     outcome = line.get("verdict")
     known = outcome if outcome in LOOKS else UNDECIDED  # of earlier versions: "readable", "not shown"
-    return Verdict(
+    return Conclusion(
         str(known),
         BOUND if _missing(bound) else float(bound),
         None if _missing(needed) else int(needed),
@@ -93,7 +93,7 @@ def decide(
     bound: float = BOUND,
     decided_by: str | None = None,
     inverted: float = 1.0,
-) -> Verdict:
+) -> Conclusion:
     """The verdict on an effect.
 
     p         corrected for the family
@@ -102,12 +102,12 @@ def decide(
     inverted  p of the opposite effect
     """
     if p <= ERROR:
-        return Verdict(SHOWN, bound, None, decided_by)
+        return Conclusion(SHOWN, bound, None, decided_by)
     if inverted <= ERROR:
-        return Verdict(INVERTED, bound, None, decided_by)
+        return Conclusion(INVERTED, bound, None, decided_by)
     if upper < bound:
-        return Verdict(BELOW, bound, None, decided_by)
-    return Verdict(UNDECIDED, bound, needed(value, error, groups, cells, bound), decided_by)
+        return Conclusion(BELOW, bound, None, decided_by)
+    return Conclusion(UNDECIDED, bound, needed(value, error, groups, cells, bound), decided_by)
 
 
 def needed(value: float, error: float, groups: float, cells: int = 1, bound: float = BOUND) -> int | None:
@@ -131,7 +131,7 @@ Gains = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class TestFamily:
     """All effects of a call, tested together."""
 
     p: np.ndarray
@@ -145,7 +145,7 @@ class Family:
     """2: either sign would be a finding"""
 
 
-def family(gains: Sequence[Gains], *, folds: int = 1, sides: int = 1, seed: int = 0) -> Family:
+def family(gains: Sequence[Gains], *, folds: int = 1, sides: int = 1, seed: int = 0) -> TestFamily:
     """The tests of all gains together.
 
     folds  of the cross-validation that they come from; 1: one held-out side
@@ -160,7 +160,7 @@ def family(gains: Sequence[Gains], *, folds: int = 1, sides: int = 1, seed: int 
     above = (high[:, None] >= own - 1e-9).mean(0)
     below = (low[:, None] <= own + 1e-9).mean(0)
     level = _level(np.abs(drawn[1:]), x.shape[1])
-    return Family(np.minimum(1, sides * above), np.minimum(1, sides * below), level, len(x), sides)
+    return TestFamily(np.minimum(1, sides * above), np.minimum(1, sides * below), level, len(x), sides)
 
 
 def joint_level(gains: Sequence[Gains], seed: int = 0) -> float:
@@ -212,7 +212,7 @@ def error_of(estimate: Estimate, groups: float) -> float:
 # ---- lines of a sweep ------------------------------------------------------------------------------------------------
 
 
-def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
+def verdict_of(line: Mapping[str, Any]) -> Conclusion | None:
     """The verdict on one line of a sweep; None for known zeros. Without p, nothing is shown.
 
     A label is shown if it scores more than chance over the whole grid, and more than every control that was run. Chance is
@@ -230,7 +230,7 @@ def verdict_of(line: Mapping[str, Any]) -> Verdict | None:
     decided = line.get("margin_over")
     if beyond_chance and (_missing(guess) or line["accuracy"] > guess):
         if beyond:
-            return Verdict(SHOWN, bound, None, "p_family" if _missing(margin) else decided)
+            return Conclusion(SHOWN, bound, None, "p_family" if _missing(margin) else decided)
         which = str(decided)
     else:
         which = "majority" if beyond_chance else "no test" if _missing(p) else "p_family"
@@ -277,7 +277,7 @@ def _missing(value: Any) -> bool:
 # ---- findings --------------------------------------------------------------------------------------------------------
 
 
-def tested(lines: Sequence[dict[str, Any]], found: Family, *, null: float = 0.0, bound: float = BOUND) -> list[Verdict]:
+def tested(lines: Sequence[dict[str, Any]], found: TestFamily, *, null: float = 0.0, bound: float = BOUND) -> list[Conclusion]:
     """Mutates the lines of a family's cells: adds their verdicts, and returns them. Their intervals are of the family's level.
 
     null  the score where there is no effect; of a line with `chance`, that
@@ -297,7 +297,7 @@ def tested(lines: Sequence[dict[str, Any]], found: Family, *, null: float = 0.0,
     return said
 
 
-def with_controls(each: Sequence[tuple[float, float, float, float, str]], groups: float, cells: int) -> Verdict:
+def with_controls(each: Sequence[tuple[float, float, float, float, str]], groups: float, cells: int) -> Conclusion:
     """The verdict on a cell that has to be above every one of its controls.
 
     each  (p corrected for all cells, lead, its upper bound, its error, name) of each control: all have to be shown (an

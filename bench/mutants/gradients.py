@@ -233,14 +233,6 @@ GRADIENTS = (
         (f"{GRAPH}::test_edges_agree_with_float64",),
     ),
     Mutant(
-        "site-passed-twice",
-        "replaylens.extras.replacement",
-        ".items() if times > 1]",
-        ".items() if times > 2]",
-        "two writes at one site are no node of a graph",
-        (f"{GRAPH}::test_a_site_that_is_passed_twice_is_named",),
-    ),
-    Mutant(
         "linear-through-whole-numbers",
         "replaylens.gradients.backward",
         'if step.kind == "torch.to" and not self._flows(step.args[0]) else',

@@ -23,10 +23,10 @@ from replaylens.thinking import model as thinking
 from replaylens.thinking.model import ThinkingDecoder
 from replaylens.training import embedded as zoo
 from replaylens.training import thinking as plain
-from replaylens.training.recipe import Part
+from replaylens.training.recipe import RecipePart
 from replaylens.training.thinking import ChunkTable, chunked
 
-VARIABLES = Part("variables", 1.0)
+VARIABLES = RecipePart("variables", 1.0)
 EXAMPLES = 200
 EDGES = (0, 3, 6, 8, 10, 12, 15, 20, 1000)
 """of the distances that are counted together: [0, 3), [3, 6), ..."""

@@ -27,11 +27,11 @@ from replaylens.training import embedded as zoo
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training import thinking
 from replaylens.training import thinking as thinking_train
-from replaylens.training.recipe import Part
+from replaylens.training.recipe import RecipePart
 from replaylens.training.score import score
 from replaylens.training.thinking import ChunkTable, ThinkingRecipe, chunked
 
-PARITY = Part("coin", 1.0, (("rendering", "states"),))
+PARITY = RecipePart("coin", 1.0, (("rendering", "states"),))
 SHAPE = ModelConfig(
     num_layers=4, d_model=64, num_heads=2, num_kv_heads=2, d_head=32, d_mlp=192, vocab_size=106, max_positions=256,
     rotary_dim=32,

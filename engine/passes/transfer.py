@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from replaylens.engine.errors import InternalError
-from replaylens.engine.request.capture import Place, PlacedRows, Run
+from replaylens.engine.request.capture import Place, PlacedRows, RowRun
 from replaylens.engine.terminal import defer_interrupt
 
 # ---- ring ------------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class RowView(PlacedRows):
         block = self._block
         return (self._rows, number, None) if block is None else (block, self._first + number, None)
 
-    def runs(self, first: int, count: int) -> list[Run]:
+    def runs(self, first: int, count: int) -> list[RowRun]:
         block = self._block
         return [(self._rows, None, first, count) if block is None else (block, None, self._first + first, count)]
 

@@ -154,7 +154,7 @@ class RowBlock(Protocol):
 
 Place = tuple[RowBlock, int, Mapping[str, str] | None]
 """a block of rows, the number of a row in it, and site -> its name there; None: they are the same"""
-Run = tuple[RowBlock, Mapping[str, str] | None, int, int]
+RowRun = tuple[RowBlock, Mapping[str, str] | None, int, int]
 """a block of rows, site -> its name there as of a `Place`, and consecutive rows in it: the first, and how many"""
 
 
@@ -165,7 +165,7 @@ class NamedRows(Mapping[str, Tensor]):
     def names(self) -> Collection[str]:
         """The sites, in order."""
 
-    def runs(self, first: int, count: int) -> list[Run]:
+    def runs(self, first: int, count: int) -> list[RowRun]:
         """Where `count` rows lie, from row `first` on."""
         return [(self, None, first, count)]
 
@@ -219,7 +219,7 @@ class PlacedRows(NamedRows):
     def place(self, number: int) -> Place:
         """Where a row lies."""
 
-    def runs(self, first: int, count: int) -> list[Run]:
+    def runs(self, first: int, count: int) -> list[RowRun]:
         return [(block, names, row, 1) for block, row, names in map(self.place, range(first, first + count))]
 
 
@@ -246,7 +246,7 @@ class Chunk:
         number = self.first + self.positions.index(position)
         return self.rows.place(number) if isinstance(self.rows, PlacedRows) else (self.rows, number, None)
 
-    def runs(self, sites: Iterable[str]) -> list[Run]:
+    def runs(self, sites: Iterable[str]) -> list[RowRun]:
         """Where the rows of some sites lie."""
         rows, count = self.rows, len(self.positions)
         if isinstance(rows, JoinedRows) and len(parts := {id(rows.part[site]): rows.part[site] for site in sites}) == 1:
@@ -455,7 +455,7 @@ class Recording:
         """The rows of a site, chunk by chunk and without a copy. The caller must not change them."""
         return self._pieces(self._named(site))
 
-    def runs(self, sites: Sequence[str]) -> list[Run]:
+    def runs(self, sites: Sequence[str]) -> list[RowRun]:
         """Where the rows of some sites lie, in order. The caller must not change them. Precondition: they have no keys."""
         captured = self._captured()
         if self.gone or any(site in self.aliases or site not in captured for site in sites):

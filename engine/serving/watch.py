@@ -298,7 +298,7 @@ class Watch:
         if stop is None:
             return None
         if callable(stop):
-            return _Asked(stop)
+            return _AskedRule(stop)
         if isinstance(stop, int | float | tuple | str) and not isinstance(stop, bool) and len(self.records) == 1:
             stop = {self.records[0].name: stop}
         if not isinstance(stop, Mapping) or not stop:
@@ -349,7 +349,7 @@ class Watch:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _AskedRule:
     """A stop condition as a function, whose result must be a bool; a tensor or array of one is, such as of a comparison."""
 
     function: Callable[[Scores], Any]

@@ -11,7 +11,7 @@ from replaylens.engine.engine import Engine
 from replaylens.engine.errors import no_such
 from replaylens.engine.request.values import as_int
 from replaylens.probes.causal import (
-    Difference,
+    EffectDifference,
     InterventionRunner,
     Subject,
     Variant,
@@ -30,7 +30,7 @@ from replaylens.probes.probe import fit_probe, placebo_probes
 from replaylens.probes.report import Report, about_rows, percent
 from replaylens.probes.rows import Cell, ProbeRows
 from replaylens.probes.splits import unseen
-from replaylens.probes.verdicts import SHOWN, Verdict, of_line
+from replaylens.probes.verdicts import SHOWN, Conclusion, of_line
 from replaylens.replay.run import Run
 from replaylens.tasks.task import Example
 
@@ -86,7 +86,7 @@ def amnesic(
     here = rows.accepted().at(position)
     here = here.where(here.target(label).present)
     here, notes = unseen(distinct(here), engine, examples)
-    parts: list[tuple[str, int, list[dict[str, Any]], Difference]] = []
+    parts: list[tuple[str, int, list[dict[str, Any]], EffectDifference]] = []
     for layer in layers:
         cell = rows.cell(site, layer)
         stage = InterventionRunner(engine, examples, rows.source.letters(site)[layer], label, position)
@@ -147,7 +147,7 @@ def _variant(change: Change) -> Variant:
 
 def _compare(
     stage: InterventionRunner, cell: Cell, eraser: _Eraser, placebos: int, seed: int
-) -> tuple[list[dict[str, Any]], Difference]:
+) -> tuple[list[dict[str, Any]], EffectDifference]:
     """Lines of one eraser at one cell, and what is to be tested."""
     random = [_variant(eraser.placebo(seed, number)) for number in range(placebos)]
     nothing: Variant = lambda subject: np.zeros(subject.rows.shape)  # noqa: E731
@@ -161,7 +161,7 @@ def _compare(
     still, _ = refits(stage, _variant(eraser.change), seed)
     lines += [{**line, "what": f"{name}: {line['what']}"} for line in still]
     place: dict[str, Any] = {"site": cell.site, "layer": cell.layer, "rank": eraser.rank}
-    asked = Difference(f"{name}: label minus random directions", own, others, stage.roots, place)
+    asked = EffectDifference(f"{name}: label minus random directions", own, others, stage.roots, place)
     return [{**line, **place} for line in lines], asked
 
 
@@ -175,7 +175,7 @@ def _say_amnesic(name: str, label: str, rank: int, lines: list[dict[str, Any]]) 
     ]
     shift = f"{more['nats']:+.3g} nats [{more['nats_low']:+.3g}, {more['nats_high']:+.3g}]"
     cost = percent(more["accuracy"], more["low"], more["high"])
-    pull = Verdict(more["nats_verdict"], more["bound"], more["nats_needed"])
+    pull = Conclusion(more["nats_verdict"], more["bound"], more["nats_needed"])
     verdicts = [verdict.head for verdict in (of_line(more), pull)]
     if after["low"] > after["majority"]:  # what is still there may be used: the model's need is not told by its loss
         verdicts = [
@@ -220,7 +220,7 @@ def steering_reach(
         raise ProbeError(f"{len(seen)} of the prompts are among the rows that the probes are fitted on. Give other prompts.")
     last = steps.pop()
     lines: list[dict[str, Any]] = []
-    asked: list[Difference] = []
+    asked: list[EffectDifference] = []
     notes: list[str] = []
     known = {}
     for kind in ("step", "query"):

@@ -25,7 +25,7 @@ from replaylens.probes.registry import get
 from replaylens.probes.report import Report, about_rows, percent, score_line
 from replaylens.probes.rows import Cell, ProbeRows, Target, make_target
 from replaylens.probes.splits import Split, apart, by_answer, by_root
-from replaylens.probes.verdicts import INVERTED, SHOWN, Family, family, of_line, p_over, tested
+from replaylens.probes.verdicts import INVERTED, SHOWN, TestFamily, family, of_line, p_over, tested
 from replaylens.replay.replayer import Result, prompt_of, result_of
 from replaylens.replay.run import Run
 from replaylens.tasks.splits import is_test_root
@@ -425,7 +425,7 @@ class _Asked:
         return score_line(what, metric, score, int(self.side.sum()), self.cell, **more)
 
 
-def _judge(lines: list[dict[str, Any]], found: Family) -> None:
+def _judge(lines: list[dict[str, Any]], found: TestFamily) -> None:
     """Mutates the lines: adds verdicts. What the answer's token tells as well is not shown by the probe."""
     tested(lines, found)
     named = {line["what"]: line for line in lines}

@@ -36,7 +36,7 @@ from replaylens.probes.verdicts import (
     ERROR,
     INVERTED,
     SHOWN,
-    Verdict,
+    Conclusion,
     error_of,
     family,
     of_line,
@@ -222,7 +222,7 @@ def _judged(
     for score, each, p in zip(scores, against, opposite, strict=True):
         verdict = with_controls(each, float(score["groups"]), len(cells))
         if verdict.outcome != SHOWN and p <= ERROR:
-            verdict = Verdict(INVERTED, verdict.bound, None, CHANCE)
+            verdict = Conclusion(INVERTED, verdict.bound, None, CHANCE)
         score |= {"p_family": max(one[0] for one in each), **verdict.columns}
     return lines
 

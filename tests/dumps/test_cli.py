@@ -236,6 +236,8 @@ def test_the_arithmetic_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadRequest, match="A CPU computes in float32 only, and dtype='bfloat16' was given"):
             Engine.load("coin-draft", dtype=other)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(opening, "require_gpu", lambda device: None)
     assert default_dtype("cuda") is torch.bfloat16
     assert all(default_dtype("cuda", name) is default_dtype("cuda", getattr(torch, name)) for name in DTYPES)
     assert default_dtype("cuda", "float32") is torch.float32

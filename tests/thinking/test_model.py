@@ -50,7 +50,7 @@ from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training import thinking as plain
 from replaylens.training import thinking as thinking_of_backbone
 from replaylens.training import thinking as trainer
-from replaylens.training.recipe import Part, PretrainedTokenizer, backbone_folder, load_tokenizer
+from replaylens.training.recipe import PretrainedTokenizer, RecipePart, backbone_folder, load_tokenizer
 from replaylens.training.score import along, score
 from replaylens.training.thinking import METHODS, ChunkedText, Method, ThinkingRecipe, chunked
 from replaylens.weights.opening import GUESSES, Guess
@@ -203,7 +203,7 @@ def test_a_plain_decoder_is_no_thinking_one(tmp_path: Path) -> None:
 # ---- backbone --------------------------------------------------------------------------------------------------------
 # Thinking States around a pretrained backbone: its own tokenizer, its own precision, and the same promises.
 
-STATES = Part("coin", 1, (("rendering", "states"),))
+STATES = RecipePart("coin", 1, (("rendering", "states"),))
 
 
 @pytest.fixture(scope="module")
@@ -626,7 +626,7 @@ def test_another_state_in_its_place_turns_thought_and_answer() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("rendering", "length"), [("picture", 8), ("picture", 12), ("states", 8)])
 def test_held_out_stories(rendering: str, length: int) -> None:
-    examples = zoo.held_out(Part("coin", 1, (("rendering", rendering),)), length, 12)
+    examples = zoo.held_out(RecipePart("coin", 1, (("rendering", rendering),)), length, 12)
     run = engine().replay(examples)
     assert isinstance(run, Run) and run.accuracy == 1.0
     for result in run:

@@ -19,12 +19,12 @@ from replaylens.training import embedded as zoo
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training import thinking as chunks
 from replaylens.training import trainer
-from replaylens.training.recipe import Part, Recipe
+from replaylens.training.recipe import Recipe, RecipePart
 from tests.interrupted import OutOfTime, time_limit
 
-ALL_TRAINED = Part("coin", 1, (("rendering", "symbols"), ("start", "tails")))
+ALL_TRAINED = RecipePart("coin", 1, (("rendering", "symbols"), ("start", "tails")))
 """of one step: two prompts, both on the training side"""
-ALL_HELD_OUT = Part("coin", 1, (("rendering", "symbols"), ("start", "heads"), ("p", 0.0)))
+ALL_HELD_OUT = RecipePart("coin", 1, (("rendering", "symbols"), ("start", "heads"), ("p", 0.0)))
 """of one step: one prompt, which is held out"""
 SHAPE = ModelConfig(
     num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=64, rotary_dim=8

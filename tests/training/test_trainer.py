@@ -31,15 +31,15 @@ from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training import score as scoring
 from replaylens.training import thinking as trainer_of_thinking
 from replaylens.training import trainer
-from replaylens.training.recipe import Part, Recipe
+from replaylens.training.recipe import Recipe, RecipePart
 from replaylens.training.score import generate, score
 from replaylens.training.thinking import METHODS, ChunkBatch, ChunkedText, ChunkTable, Method, ThinkingRecipe, chunked
 from replaylens.training.trainer import Texts
 from tests.devices import swept
 from tests.interrupted import Interrupted, interrupt_at
 
-PICTURE = Part("coin", 3, (("rendering", "picture"),))
-STEPS = Part("coin", 1, (("rendering", "steps"),))
+PICTURE = RecipePart("coin", 3, (("rendering", "picture"),))
+STEPS = RecipePart("coin", 1, (("rendering", "steps"),))
 TINY = Recipe(
     config=ModelConfig(
         num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=128,
@@ -268,8 +268,8 @@ def test_learning_rate_rises_then_falls() -> None:
         (dict(parts=()), "parts is empty"),
         (dict(parts=(replace(PICTURE, weight=0.0),)), "weight above 0"),
         (dict(batch=1), "gives some part no sequence"),
-        (dict(parts=(Part("coim", 1),)), "did you mean 'coin'"),
-        (dict(parts=(Part("coin", 1, (("rendering", "song"),)),)), "Knob 'rendering'"),
+        (dict(parts=(RecipePart("coim", 1),)), "did you mean 'coin'"),
+        (dict(parts=(RecipePart("coin", 1, (("rendering", "song"),)),)), "Knob 'rendering'"),
         (dict(config=replace(TINY.config, vocab_size=99)), "vocab_size is 99"),
     ],
 )  # fmt: skip
@@ -421,11 +421,11 @@ def _flat(output: str) -> str:
 SHAPE = ModelConfig(
     num_layers=3, d_model=16, num_heads=2, num_kv_heads=2, d_head=8, d_mlp=24, vocab_size=106, max_positions=256, rotary_dim=8
 )  # fmt: skip
-PICTURE_OF_THINKING = Part("coin", 1, (("rendering", "picture"),))
+PICTURE_OF_THINKING = RecipePart("coin", 1, (("rendering", "picture"),))
 TINY_OF_THINKING = ThinkingRecipe(
     config=SHAPE,
     thinking=ThinkingConfig.for_backbone(SHAPE, 2, 1, 0, max_thought=3),
-    parts=(PICTURE_OF_THINKING, Part("coin", 1, (("rendering", "states"),))),
+    parts=(PICTURE_OF_THINKING, RecipePart("coin", 1, (("rendering", "states"),))),
     longest=2,
     steps=12,
     batch=8,
@@ -703,7 +703,7 @@ SHAPE_OF_VARIABLES = ModelConfig(
 TINY_OF_VARIABLES = ThinkingRecipe(
     config=SHAPE_OF_VARIABLES,
     thinking=ThinkingConfig.for_backbone(SHAPE_OF_VARIABLES, 4, 1, 0, max_thought=3),
-    parts=(Part("variables", 1),),
+    parts=(RecipePart("variables", 1),),
     longest=2,
     steps=30,
     batch=8,
@@ -798,7 +798,7 @@ def test_cards_tell_every_number_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
 def test_lines_of_a_card_are_shares_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Right answers before right thoughts; a length without held-out prompts says so."""
     recipe = SimpleNamespace(
-        parts=[Part("boxes", 1.0)], longest=2, tokenizer=lambda: "t", method="m", thinking="t", precision="p"
+        parts=[RecipePart("boxes", 1.0)], longest=2, tokenizer=lambda: "t", method="m", thinking="t", precision="p"
     )
     scores = [SimpleNamespace(answered=i < 3, thought=i < 1) for i in range(4)]
     monkeypatch.setattr(command, "score", lambda *given, **options: scores)

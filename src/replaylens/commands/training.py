@@ -28,7 +28,7 @@ from replaylens.training import embedded as zoo
 from replaylens.training import embedded_thinking as thinking_zoo
 from replaylens.training import thinking as thinking_train
 from replaylens.training import trainer
-from replaylens.training.recipe import Part, Recipe, backbone_folder, load_tokenizer
+from replaylens.training.recipe import Recipe, RecipePart, backbone_folder, load_tokenizer
 from replaylens.training.recipe_file import SUFFIXES, read_recipe, recipe_text
 from replaylens.training.score import score
 from replaylens.training.thinking import METHODS, Method, Model, ThinkingRecipe
@@ -139,7 +139,7 @@ def thinking_card(name: str, recipe: ThinkingRecipe, model: Model, made: str, ex
     )
 
 
-def tested(part: Part, length: int, number: int) -> list[Example]:
+def tested(part: RecipePart, length: int, number: int) -> list[Example]:
     """Held-out examples for one cell of a card; empty if the task has no held-out prompt of this length."""
     try:
         return zoo.held_out(part, length, number)
@@ -150,7 +150,7 @@ def tested(part: Part, length: int, number: int) -> list[Example]:
 def accuracies(recipe: ThinkingRecipe, model: Model, examples: int, progress: bool = False) -> list[str]:
     """One line per number of steps: share of right answers, and of examples with all thoughts right."""
     coin = all(part.task == "coin" for part in recipe.parts)
-    tests = thinking_zoo.TESTS if coin else {part.task: Part(part.task, 1.0, part.knobs) for part in recipe.parts}
+    tests = thinking_zoo.TESTS if coin else {part.task: RecipePart(part.task, 1.0, part.knobs) for part in recipe.parts}
     lines = [
         f"Percent of {examples} held-out examples per cell with the right greedy answer / with every thought right. Lengths",
         f"above {recipe.longest} were never trained on.",

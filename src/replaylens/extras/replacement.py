@@ -84,14 +84,12 @@ class ReplacementModel(Held):
         self._values, self._unedited = tape.forward.values, tape.forward.unedited
         self.width = max(self.model.config.d_model, self.model.config.num_heads * self.model.config.d_head)
         """numbers of the widest gradient of a row"""
-        places = [(step.site, step.outs[0]) for step in recorder.steps if step.kind == "site"]
-        if twice := [site for site, times in Counter(site for site, _ in places).items() if times > 1]:
-            raise NoGradient(f"This model's wiring passes {twice[0]} twice, which would be one node of a graph. Use patching.")
+        places = {step.site: step.outs[0] for step in recorder.steps if step.kind == "site"}
         number, capped = self.logits(recorder.number(tape.forward.logits))
         self.last_logits = (recorder.values[number][-1] if capped else tape.forward.logits).float()
         """of the last row, before the softcap: [vocab]"""
         head = next(step for step in reversed(recorder.steps) if step.kind == "unembed")
-        self._starts = {layer: dict(places)[site] for layer, site in reads.items()} | {self.num_layers: head.reads[0]}
+        self._starts = {layer: places[site] for layer, site in reads.items()} | {self.num_layers: head.reads[0]}
         self._readers = Counter(number for step in recorder.steps for number in step.reads)
         self._known: dict[Any, Any] = {}
         """patterns, scales and weights by the steps that need them"""
@@ -101,7 +99,7 @@ class ReplacementModel(Held):
         """site -> what edits add there: [rows, ...], of the sites that gradients pass"""
         self._passed = set[str]()
         for layer, start in self._starts.items():
-            self.pull(0, layer, torch.zeros(1, recorder.values[start].shape[-1]))
+            self.pull(0, layer, torch.zeros(1, recorder.values[start].shape[-1], dtype=torch.float32))
         for site in sorted(self._passed & {edit.site for edit in tape.edits}):
             self.edited[site] = self.value(site) - self._unedited[site].float()
 
@@ -140,7 +138,7 @@ class ReplacementModel(Held):
         """
         self._count, self._rows, self._entering = len(directions), position + 1, list[Entering]()
         number = self._starts[layer]
-        g = torch.zeros(self.shape(Numbered(number)))
+        g = torch.zeros(self.shape(Numbered(number)), dtype=torch.float32)
         self._each(g)[:, -1] = directions
         self.run(number, g)
         return self._entering
@@ -157,7 +155,7 @@ class ReplacementModel(Held):
 
     def __call__(self, x: Any) -> Any:
         """Of what steps made, the shape alone."""
-        return torch.empty(()).expand(self.shape(x)) if isinstance(x, Numbered) else super().__call__(x)
+        return torch.empty((), dtype=torch.float32).expand(self.shape(x)) if isinstance(x, Numbered) else super().__call__(x)
 
     def rule(self, step: Operation) -> Any:
         known = super().rule(step)
@@ -169,7 +167,7 @@ class ReplacementModel(Held):
             if step.kind == "linear" or (step.kind in _SAME and self._readers[step.reads[0]] == 1):
                 return self._narrowed(step, g, *self._narrow.pop(number))
             columns, _ = self._narrow.pop(number)
-            whole = torch.zeros(self.shape(Numbered(number))).flatten(1)
+            whole = torch.zeros(self.shape(Numbered(number)), dtype=torch.float32).flatten(1)
             whole[:, columns] = g.flatten(1)
             outs = [whole.view(self.shape(Numbered(number))), *outs[1:]]
         return super()._through(step, outs)
@@ -200,7 +198,7 @@ class ReplacementModel(Held):
     def item(self, step: Operation, g: Tensor) -> Flowing:
         x, at = step.args
         if at == slice(-1, None):  # the last row
-            whole = torch.zeros(self.shape(x))
+            whole = torch.zeros(self.shape(x), dtype=torch.float32)
             self._each(whole)[:, -1] = g
             return [(x, whole)]
         if not isinstance(at, tuple) or at[0] not in (slice(None), Ellipsis):  # other rows

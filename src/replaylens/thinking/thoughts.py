@@ -10,7 +10,7 @@ from torch import Tensor
 from replaylens.engine.loop.lane import Lane
 from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.model.sites import Site, SiteTable
-from replaylens.engine.request.capture import Recording, Rows, Run
+from replaylens.engine.request.capture import Recording, RowRun, Rows
 from replaylens.engine.request.placed import PlacedEdit
 from replaylens.thinking.model import COMPRESS_SITE, STATE_SITE, THINK_SITE, ThinkingConfig
 
@@ -182,7 +182,7 @@ class ThinkingRecording(Recording):
     def pieces(self, site: str) -> list[Tensor]:
         return [self.thoughts.rows(site, self.base, self.end)] if site in self.wanted else super().pieces(site)
 
-    def runs(self, sites: Sequence[str]) -> list[Run]:
+    def runs(self, sites: Sequence[str]) -> list[RowRun]:
         made = any(site in self.wanted for site in sites)
         return [({s: self.peek(s) for s in sites}, None, 0, self.end - self.base)] if made else super().runs(sites)
 

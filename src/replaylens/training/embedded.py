@@ -12,7 +12,7 @@ from replaylens.engine.model.decoder import Decoder
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.tasks.task import Example
 from replaylens.tasks.tokenizer import WordTokenizer
-from replaylens.training.recipe import Part, Recipe, Tokenizer, tokenizer_files
+from replaylens.training.recipe import Recipe, RecipePart, Tokenizer, tokenizer_files
 from replaylens.training.trainer import held_out_examples
 from replaylens.weights import loading
 from replaylens.weights.zoo import CHECKPOINTS, TOKENIZER_FILE
@@ -21,8 +21,8 @@ TEST_SEED = 1_000_003
 """Test examples use this seed, which training never uses, and only held-out prompts."""
 
 
-def _coin(rendering: str, weight: float) -> Part:
-    return Part("coin", weight, (("rendering", rendering),))
+def _coin(rendering: str, weight: float) -> RecipePart:
+    return RecipePart("coin", weight, (("rendering", rendering),))
 
 
 RENDERINGS = (_coin("picture", 4), _coin("steps", 2), _coin("states", 2), _coin("wei", 2))
@@ -67,8 +67,8 @@ RECIPES = {
     ),
 }
 TESTS = {
-    "picture, from heads": Part("coin", 1, (("rendering", "picture"), ("start", "heads"))),
-    "picture, from tails": Part("coin", 1, (("rendering", "picture"), ("start", "tails"))),
+    "picture, from heads": RecipePart("coin", 1, (("rendering", "picture"), ("start", "heads"))),
+    "picture, from tails": RecipePart("coin", 1, (("rendering", "picture"), ("start", "tails"))),
     "steps": _coin("steps", 1),
     "states": _coin("states", 1),
     "wei": _coin("wei", 1),
@@ -105,7 +105,7 @@ def save(model: Decoder, tokenizer: Tokenizer, folder: Path) -> None:
     loading.write_model(folder, dict([config, *tokenizer_files(tokenizer).items(), weights]))
 
 
-def held_out(part: Part, length: int, number: int) -> list[Example]:
+def held_out(part: RecipePart, length: int, number: int) -> list[Example]:
     """The first `number` held-out examples of a part and length, which no training run has seen.
 
     Few prompts are repeated. TooFewPrompts if none of this length is held out.

@@ -10,7 +10,7 @@ from replaylens.tasks.tokenizer import WordTokenizer
 from replaylens.thinking import model as thinking
 from replaylens.thinking.model import ThinkingConfig, ThinkingDecoder
 from replaylens.training import embedded as zoo
-from replaylens.training.recipe import Part, Tokenizer, backbone_folder, load_tokenizer, tokenizer_files
+from replaylens.training.recipe import RecipePart, Tokenizer, backbone_folder, load_tokenizer, tokenizer_files
 from replaylens.training.thinking import ThinkingRecipe
 from replaylens.weights import loading
 from replaylens.weights.zoo import CHECKPOINTS
@@ -31,7 +31,7 @@ RECIPES = {
         config=_COIN,
         thinking=ThinkingConfig.for_backbone(_COIN, 2, WordTokenizer.eos_id, WordTokenizer.pad_id, max_thought=4),
         parts=tuple(
-            Part("coin", weight, (("rendering", name),)) for name, weight in (("picture", 4), ("states", 2), ("wei", 2))
+            RecipePart("coin", weight, (("rendering", name),)) for name, weight in (("picture", 4), ("states", 2), ("wei", 2))
         ),
         longest=8,
         steps=3000,
@@ -60,7 +60,7 @@ def recipe(name: str) -> ThinkingRecipe:
 
 def for_task(like: ThinkingRecipe, task: str, longest: int, chunk: int, max_thought: int) -> ThinkingRecipe:
     """The recipe `like`, but for another task: texts of up to `longest` steps in chunks of `chunk` tokens."""
-    part = Part(task, 1.0)
+    part = RecipePart(task, 1.0)
     if not any(example.thoughts for example in part.of_length(longest, like.seed).examples(4)):
         raise BadRecipe(f"Task {task!r} has no thoughts to train on. Use another task.")
     words = WordTokenizer(sorted(set(tasks.get(task).vocabulary())))

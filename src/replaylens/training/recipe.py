@@ -141,7 +141,7 @@ def backbone_folder(name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Part:
+class RecipePart:
     """One part of the training texts: a task with some of its knobs set. The trainer sets its length knob."""
 
     task: str
@@ -163,7 +163,7 @@ class Recipe:
     """Everything that determines a trained model, except the machine. Immutable; checked on creation."""
 
     config: ModelConfig
-    parts: tuple[Part, ...]
+    parts: tuple[RecipePart, ...]
     longest: int
     """training texts have 1 to this many steps"""
     steps: int
@@ -229,7 +229,7 @@ class Recipe:
         return json.dumps(asdict(self), sort_keys=True)
 
 
-def words_of(parts: Iterable[Part]) -> WordTokenizer:
+def words_of(parts: Iterable[RecipePart]) -> WordTokenizer:
     """A tokenizer of the words of all tasks of these parts, for any knobs."""
     words = chain.from_iterable(tasks.get(part.task).vocabulary() for part in parts)
     return WordTokenizer(sorted(set(words)))

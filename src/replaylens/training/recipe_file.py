@@ -11,7 +11,7 @@ from replaylens.engine.model.config import ModelConfig
 from replaylens.engine.records import Natural, Positive, build, parse
 from replaylens.tasks.errors import TaskError
 from replaylens.thinking.model import ThinkingConfig
-from replaylens.training.recipe import Part, Recipe, words_of
+from replaylens.training.recipe import Recipe, RecipePart, words_of
 from replaylens.training.thinking import Method, ThinkingRecipe, ThoughtLoss
 
 SUFFIXES = (".toml", ".json")
@@ -109,7 +109,7 @@ def _values(path: Path, content: bytes) -> Any:
 
 def recipe_of(record: RecipeRecord) -> Recipe:
     """The recipe of a record, with defaults filled in and checked; a `ThinkingRecipe` if it has the table `thinking`."""
-    parts = tuple(Part(part.task, part.weight, _knobs(part)) for part in record.parts)
+    parts = tuple(RecipePart(part.task, part.weight, _knobs(part)) for part in record.parts)
     given = {spec.name: getattr(record, spec.name) for spec in fields(record)}
     del given["model"], given["thinking"]
     if record.warmup is None:
@@ -130,7 +130,7 @@ def _knobs(part: PartRecord) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted((name, tuple(value) if isinstance(value, list) else value) for name, value in given))
 
 
-def _config(model: ModelRecord, parts: tuple[Part, ...]) -> ModelConfig:
+def _config(model: ModelRecord, parts: tuple[RecipePart, ...]) -> ModelConfig:
     if model.d_head is None and model.d_model % model.num_heads:
         raise BadRecipe(f"d_model {model.d_model} is no multiple of num_heads {model.num_heads}. Give d_head, too.")
     d_head = model.d_head or model.d_model // model.num_heads

@@ -28,7 +28,7 @@ from replaylens.engine.terminal import defer_interrupt
 from replaylens.tasks.splits import kept
 from replaylens.tasks.task import AnyTask, Example
 from replaylens.tasks.tokenizer import WordTokenizer
-from replaylens.training.recipe import Part, Recipe, Tokenizer
+from replaylens.training.recipe import Recipe, RecipePart, Tokenizer
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.01
@@ -91,7 +91,7 @@ class Texts:
         return tokens[row, :width].long(), weights[row, :width]
 
 
-def _rows(recipe: Recipe, part: Part, length: int, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
+def _rows(recipe: Recipe, part: RecipePart, length: int, tokenizer: Tokenizer) -> Iterator[tuple[list[int], int]]:
     """Token ids of `pool` training texts of one part and length, each with the length of its prompt."""
     for example in islice(training_examples(part.of_length(length, recipe.seed)), recipe.pool):
         prompt = tokenizer.encode(example.prompt)

@@ -460,7 +460,7 @@ def test_lines_of_effects_by_hand() -> None:
     effects = [Effect(generator.integers(2, size=12).astype(float), generator.normal(size=12)) for _ in range(4)]
     own, placebos = effects[0], effects[1:]
     one, several = causal.line_of("own", own, roots), causal.line_of_placebos("others", placebos, roots, 0)
-    (apart,) = causal.differences([causal.Difference("apart", own, placebos, roots)], 0)
+    (apart,) = causal.differences([causal.EffectDifference("apart", own, placebos, roots)], 0)
     flips, pulls = np.stack([each.flipped for each in placebos]), np.stack([each.pull for each in placebos])
     assert (one["what"], one["metric"], one["rows"]) == ("own", "flip rate", 12) and several["rows"] == apart["rows"] == 12
     assert (one["accuracy"], one["nats"]) == pytest.approx((own.flipped.mean(), own.pull.mean()))
@@ -472,7 +472,7 @@ def test_lines_of_effects_by_hand() -> None:
         assert found["low"] < found["accuracy"] < found["high"] and found["nats_low"] < found["nats"] < found["nats_high"]
     sure = Effect(np.ones(12), own.pull)
     (certain,), other = (
-        causal.differences([causal.Difference("sure", sure, placebos, roots)], 0),
+        causal.differences([causal.EffectDifference("sure", sure, placebos, roots)], 0),
         causal.line_of("sure", sure, roots),
     )
     assert (certain["low"], certain["high"]) == pytest.approx((other["low"] - several["high"], other["high"] - several["low"]))

@@ -227,7 +227,7 @@ def test_sites_by_name_and_layer() -> None:
 LABELS = {
     "array": (Y, "label", "class"),
     "tensor": (torch.from_numpy(Y), "label", "class"),
-    "bfloat16": (torch.from_numpy(Y).bfloat16(), "label", "class"),
+    "bfloat16": (torch.from_numpy(Y).bfloat16(), "label", "number"),
     "floats": (Y + 0.5, "label", "number"),
     "list": (["ab"[y] for y in Y], "label", "class"),
     "whole numbers with holes": ([None, *Y.tolist()[1:]], "label", "class"),

@@ -13,7 +13,7 @@ from replaylens.probes import verdicts
 from replaylens.probes.groups import shared_beginnings
 from replaylens.probes.rows import ProbeRows
 from replaylens.probes.sweeps import sweep
-from replaylens.probes.verdicts import BELOW, INVERTED, SHOWN, UNDECIDED, Verdict, decide, family, needed, of_line
+from replaylens.probes.verdicts import BELOW, INVERTED, SHOWN, UNDECIDED, Conclusion, decide, family, needed, of_line
 
 # ---- outcomes ---------------------------------------------------------------------------------------------------------
 
@@ -39,8 +39,8 @@ def test_an_outcome_has_the_same_words_everywhere() -> None:
         of_line({"accuracy": 0.5, **found.columns}) == found
         and found.head == f"Undecided: n would have to be about {found.needed}"
     )
-    assert Verdict(BELOW, 0.05).head == "Shown to be below 0.05" and Verdict(SHOWN).head == "Shown"
-    assert of_line({"verdict": "readable"}) == of_line({"verdict": "not shown"}) == of_line({}) == Verdict(UNDECIDED)
+    assert Conclusion(BELOW, 0.05).head == "Shown to be below 0.05" and Conclusion(SHOWN).head == "Shown"
+    assert of_line({"verdict": "readable"}) == of_line({"verdict": "not shown"}) == of_line({}) == Conclusion(UNDECIDED)
     assert set(verdicts.LOOKS) == {SHOWN, BELOW, UNDECIDED, INVERTED}
 
 
@@ -174,7 +174,7 @@ def test_input_that_no_verdict_can_be_made_of() -> None:
         cross_validate(X, np.full(40, 0.5), np.arange(40), estimator="ridge")
     whole = (np.arange(40) % 3).astype(float)
     kinds = {make_target("y", values).kind for values in (whole, np.where(np.arange(40) == 7, np.nan, whole))}
-    assert kinds == {"class"} and make_target("y", whole + 0.5).kind == "number"
+    assert kinds == {"number"} and make_target("y", whole.astype(int)).kind == "class"
 
 
 def test_an_estimator_that_is_not_fitted_again_has_no_p() -> None:

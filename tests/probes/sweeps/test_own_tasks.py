@@ -15,7 +15,7 @@ from replaylens.probes.report import Report
 from replaylens.probes.rows import ProbeRows
 from replaylens.tasks.errors import BadTask, UnknownTask
 from replaylens.training import trainer
-from replaylens.training.recipe import Part, Recipe, words_of
+from replaylens.training.recipe import Recipe, RecipePart, words_of
 from tests.tasks.square import own_registry, square_module
 
 HOW: dict[str, Any] = {"sites": "S", "layers": [2]}
@@ -37,7 +37,7 @@ def own() -> Own:
     square = square_module().Square
     with own_registry():
         tasks.register(square)
-        parts = (Part("square", 1),)
+        parts = (RecipePart("square", 1),)
         shape = dict(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, d_head=16, d_mlp=64, rotary_dim=16)
         config = ModelConfig(**shape, vocab_size=words_of(parts).vocab_size, max_positions=64)
         recipe = Recipe(config=config, parts=parts, longest=2, steps=100, batch=24, lr=4e-3, seed=0, warmup=10, pool=64)
