@@ -50,7 +50,7 @@ from replaylens.tasks import WordTokenizer
 from replaylens.tasks.task import AnyTask
 from replaylens.tasks.texts import GivenTexts
 from replaylens.training import trainer
-from replaylens.weights import hub, loading
+from replaylens.weights import hub, loading, opening
 from replaylens.weights.opening import default_dtype
 from tests.drawings import SENTENCE, rollouts
 from tests.dumps.conftest import EXAMPLES, NEW, PER_SHARD, written
