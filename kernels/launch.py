@@ -257,15 +257,11 @@ def product_bytes(tile: GemmTile, dtype: torch.dtype, gpu: Gpu, gated: bool = Fa
 
 
 def fitted(tile: GemmTile, dtype: torch.dtype, gpu: Gpu, gated: bool = False) -> GemmTile:
-    """The tile, if it fits; or else the one that keeps most bytes on their way while a step is multiplied, in steps of its
-    depth or, for few rows, of half of it. Moves no bit."""
-    fits = lambda one: product_bytes(one, dtype, gpu, gated) <= gpu.shared  # noqa: E731
-    if fits(tile):
-        return tile
-    options = [replace(tile, depth=tile.depth // part, stages=n) for part in (1, 2) for n in range(2, tile.stages * part + 1)]
-    options = [one for one in options if one.depth >= 16 and fits(one)]
-    require(bool(options), "No tile of {} rows fits into a block of {}.", tile.rows, gpu.name)
-    return max(options, key=lambda one: (tile.rows <= 64 or one.depth == tile.depth, (one.stages - 2) * one.depth))
+    """The tile, if it fits; or else with fewer loads in flight, and then with smaller ones. Moves no bit."""
+    while product_bytes(tile, dtype, gpu, gated) > gpu.shared:
+        require(tile.depth > 16 or tile.stages > 2, "No tile of {} rows fits into a block of {}.", tile.rows, gpu.name)
+        tile = replace(tile, stages=tile.stages - 1) if tile.stages > 2 else replace(tile, depth=tile.depth // 2, stages=4)
+    return tile
 
 
 def attention_bytes(tile: AttentionTile, d_head: int, dtype: torch.dtype, gpu: Gpu) -> int:

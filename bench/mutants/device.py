@@ -12,8 +12,8 @@ DEVICE = (
     Mutant(
         "tiles-that-do-not-fit",
         "replaylens.kernels.launch",
-        "fits = lambda one: product_bytes(one, dtype, gpu, gated) <= gpu.shared",
-        "fits = lambda one: True",
+        "while product_bytes(tile, dtype, gpu, gated) > gpu.shared:",
+        "while False:",
         "a product's tile fits into the shared memory of a block",
         (f"{GPUS}::test_every_tile_fits_by_the_rule",),
     ),
