@@ -260,7 +260,14 @@ def _monitors() -> dict[str, Any]:
     pair = [watch.prompt(f"A coin's state is {face}. Bob flips.") for face in ("heads", "tails")]
     hits = watch.generate(pair, 6, stop={"early": 0.5})
     (steered,) = branch.fork(edits=[watch.edit("face", "add", numbers(3, 128), above=0.5)])
+    names = ["Alice", "Bob", "Carol", "David", "Emma", "Frank"]
+    texts = [f"A coin's state is {face}. {name} flips." for face in ("heads", "tails") for name in names]
+    scored = probe.apply(engine, texts)
+    alarmed = probe.with_alarm(
+        scored, [i < len(names) for i in range(len(texts))], probe.apply(engine, texts[len(names) :]), rate=0.5
+    )
     return {
+        "alarm": (str(alarmed.alarm), [engine.watch(alarmed).alarms(engine.watch(alarmed).prompt(text)) for text in texts]),
         "str": str(watch),
         "sites": watch.sites,
         "streamed": streamed,

@@ -65,6 +65,7 @@ REASONS = {
     "engine.request.capture.RowBlock": "a protocol",
     "engine.request.placed": IN_A_PASS,
     "engine.request.positions.Position": "integers and texts",
+    "engine.records.Fingerprint.other_kind": "compares",
     "engine.request.sampling.Sampling.bare": "compares",
     "engine.request.sampling.Sampling.plain_greedy": "compares",
     "engine.request.scores": IN_A_PASS,

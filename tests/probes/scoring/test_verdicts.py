@@ -1,7 +1,9 @@
 """Verdicts: three outcomes, one family, one correction; and which texts are one group."""
 
 import math
+from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,10 +201,10 @@ def texts(random: np.random.Generator, count: int, bump: float = 0.0) -> list[np
     return found
 
 
-def test_an_alarm_is_one_of_a_whole_text() -> None:
+def test_an_alarm_is_one_of_a_whole_text(tmp_path: Path) -> None:
     """One token tells: the maximum is chosen, on training texts alone. Texts without cause give an alarm at the promised rate,
     and its interval holds what fresh texts show."""
-    from replaylens.probes.probe import make_alarm
+    from replaylens.probes.probe import LinearProbe, fit_probe, make_alarm
 
     random, rates = np.random.default_rng(0), []
     for _ in range(40):
@@ -213,6 +215,10 @@ def test_an_alarm_is_one_of_a_whole_text() -> None:
     means, held = np.mean(rates, axis=0)
     assert 0.035 < means < 0.065 and held > 0.85
     assert str(alarm).endswith("as in 5.0 % of texts without cause [1.7, 10.0], by 99 held out")
+    y = np.arange(40) % 2
+    plain = fit_probe(ProbeRows.of_arrays(random.normal(size=(40, 4)) + 4 * y[:, None], y, np.arange(40)), "label")
+    for each in (plain, replace(plain, alarm=alarm)):
+        assert LinearProbe.load(each.save(tmp_path / "probe")).alarm == each.alarm, "a saved probe has its alarm"
     shifted = [each + 1.0 for each in texts(random, 20)]
     assert make_alarm([*texts(random, 20), *shifted], [False] * 20 + [True] * 20, texts(random, 99)).pooling == "mean"
 
