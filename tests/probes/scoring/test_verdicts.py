@@ -216,7 +216,7 @@ def test_an_alarm_is_one_of_a_whole_text(tmp_path: Path) -> None:
     assert 0.035 < means < 0.065 and held > 0.85
     assert str(alarm).endswith("as in 5.0 % of texts without cause [1.7, 10.0], by 99 held out")
     y = np.arange(40) % 2
-    plain = fit_probe(ProbeRows.of_arrays(random.normal(size=(40, 4)) + 4 * y[:, None], y, np.arange(40)), "label")
+    plain = fit_probe(ProbeRows.of_arrays(random.normal(size=(40, 4)) + 4 * y[:, None], y, np.arange(40)), "label", site="X")
     for each in (plain, replace(plain, alarm=alarm)):
         assert LinearProbe.load(each.save(tmp_path / "probe")).alarm == each.alarm, "a saved probe has its alarm"
     shifted = [each + 1.0 for each in texts(random, 20)]
