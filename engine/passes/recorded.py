@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replaylens.engine.errors import InternalError
@@ -95,10 +96,20 @@ class _Watch(TorchDispatchMode):
         raise NotImplementedError(str(function))
 
 
+class _Unread(TorchFunctionMode):
+    """Nothing takes numbers out of torch, such as positions that somebody else's wiring computes with in Python: those of the
+    recorded pass would be in all later ones. `item` is one of torch's operations, which `_Watch` sees."""
+
+    def __torch_function__(self, function: Any, _types: Any, given: Any = (), more: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("tolist", "numpy", "__array__"):
+            raise NotImplementedError(function.__name__)
+        return function(*given, **(more or {}))
+
+
 def _high(x: Tensor) -> Tensor:
     """Mutates: moves x to mapped memory, whose addresses are above `_NO_ADDRESS`. The heap of a Python that is not
-    position-independent, such as Debian's own, lies below, and small tensors with it: nothing was recorded there, and a step took
-    15 ms instead of 7. Returns x."""
+    position-independent, such as Debian's own, lies below, and small tensors with it: nothing was recorded there, and a step
+    took 15 ms instead of 7. Returns x."""
     if x.nbytes:
         y = x.contiguous()
         memory = torch.frombuffer(mmap.mmap(-1, x.nbytes), dtype=torch.uint8).copy_(y.view(-1).view(torch.uint8))
@@ -393,7 +404,7 @@ class RecordedPasses:
         for each in inputs:
             _high(each)
         try:
-            with threads.written() as works, _Watch() as watch:
+            with threads.written() as works, _Watch() as watch, _Unread():
                 residual = self.model.run_blocks(inputs[0], batch.positions, ops, edited, 0, self.model.config.num_layers)
                 own = {Extent.of(x) for x in (inputs[0], *watch.made)}
                 values = {site: x if Extent(x.data_ptr(), x.nbytes) in own else x.clone() for site, x in tap.values.items()}
