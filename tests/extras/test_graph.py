@@ -617,7 +617,7 @@ def test_a_wiring_that_is_not_linear_is_named(what: str) -> None:
 
 
 def test_a_site_that_is_passed_twice_is_named() -> None:
-    with pytest.raises(errors.NoGradient, match=r"passes blocks\.0\.mlp\.hook_out twice"):
+    with pytest.raises(errors.NoGradient, match=r"passes the site blocks\.0\.mlp\.hook_out twice"):
         rl.attribution_graph(Engine(again()), PATH, random_transcoders(32, 2), (3, 4))
 
 

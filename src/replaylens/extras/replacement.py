@@ -85,8 +85,6 @@ class ReplacementModel(Held):
         self.width = max(self.model.config.d_model, self.model.config.num_heads * self.model.config.d_head)
         """numbers of the widest gradient of a row"""
         places = [(step.site, step.outs[0]) for step in recorder.steps if step.kind == "site"]
-        if twice := [site for site, times in Counter(site for site, _ in places).items() if times > 1]:
-            raise NoGradient(f"This model's wiring passes {twice[0]} twice, which would be one node of a graph. Use patching.")
         number, capped = self.logits(recorder.number(tape.forward.logits))
         self.last_logits = (recorder.values[number][-1] if capped else tape.forward.logits).float()
         """of the last row, before the softcap: [vocab]"""
