@@ -233,12 +233,12 @@ GRADIENTS = (
         (f"{GRAPH}::test_edges_agree_with_float64",),
     ),
     Mutant(
-        "site-passed-twice",
+        "past-the-first-site",
         "replaylens.extras.replacement",
-        ".items() if times > 1]",
-        ".items() if times > 2]",
-        "two writes at one site are no node of a graph",
-        (f"{GRAPH}::test_a_site_that_is_passed_twice_is_named",),
+        "if before & {",
+        "if False and before & {",
+        "what enters past the first site is in no node of a graph",
+        (f"{GRAPH}::test_what_enters_past_the_first_site_is_refused",),
     ),
     Mutant(
         "linear-through-whole-numbers",
