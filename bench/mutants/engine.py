@@ -236,6 +236,14 @@ ENGINE = (
         ("tests/engine/passes/test_recorded_passes.py::test_places_do_not_overlap_while_they_are_needed",),
     ),
     Mutant(
+        "recorded-positions-in-python",
+        "replaylens.engine.passes.recorded",
+        'in ("tolist", "numpy", "__array__")',
+        "in ()",
+        "what a wiring computes in Python is no part of a recorded pass",
+        ("tests/engine/passes/test_recorded_passes.py::test_a_wiring_that_computes_with_positions_in_python",),
+    ),
+    Mutant(
         "recorded-nan",
         "replaylens.engine.passes.recorded",
         "        if told := int(self.told):",

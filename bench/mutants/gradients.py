@@ -233,6 +233,14 @@ GRADIENTS = (
         (f"{GRAPH}::test_edges_agree_with_float64",),
     ),
     Mutant(
+        "past-the-first-site",
+        "replaylens.extras.replacement",
+        "if before & {",
+        "if False and before & {",
+        "what enters past the first site is in no node of a graph",
+        (f"{GRAPH}::test_what_enters_past_the_first_site_is_refused",),
+    ),
+    Mutant(
         "linear-through-whole-numbers",
         "replaylens.gradients.backward",
         'if step.kind == "torch.to" and not self._flows(step.args[0]) else',

@@ -420,6 +420,8 @@ class ModelConfig:
         for name in ("windows", "rotary_layers", "parts", "weights_of"):
             if (given := getattr(self, name)) and len(given) != self.num_layers:
                 raise BadConfig(f"{name} has {len(given)} entries for {self.num_layers} layers.")
+        if not isinstance(self.weights_of, tuple) or any(type(held) is not int for held in self.weights_of):
+            raise BadConfig(f"weights_of is {self.weights_of!r}. Give a tuple with the number of a layer for each layer.")
         for layer, held in enumerate(self.weights_of):
             if not (0 <= held <= layer and self.weights_of[held] == held):
                 raise BadConfig(f"weights_of says that layer {held} holds the weights of layer {layer}. Name layers up to it.")

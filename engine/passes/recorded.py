@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replaylens.engine.errors import InternalError
@@ -38,6 +39,8 @@ MAX_ROWS = 128
 WORTH = 3
 """passes of a shape before it is recorded"""
 MAX_RECORDINGS = 64
+MAX_SEEN = 1 << 12
+"""shapes that are counted before they are recorded"""
 _NO_ADDRESS = 1 << 32
 """strides, lengths and the bits of a float32 are smaller"""
 _LINE = 64
@@ -93,6 +96,16 @@ class _Watch(TorchDispatchMode):
             self.made.append(out)  # made here, where nobody watches
             return out
         raise NotImplementedError(str(function))
+
+
+class _Unread(TorchFunctionMode):
+    """Nothing takes numbers out of torch, such as positions that somebody else's wiring computes with in Python: those of the
+    recorded pass would be in all later ones. `item` is one of torch's operations, which `_Watch` sees."""
+
+    def __torch_function__(self, function: Any, _types: Any, given: Any = (), more: Any = None) -> Any:
+        if getattr(function, "__name__", "") in ("tolist", "numpy", "__array__"):
+            raise NotImplementedError(function.__name__)
+        return function(*given, **(more or {}))
 
 
 def _high(x: Tensor) -> Tensor:
@@ -345,6 +358,8 @@ class RecordedPasses:
         """what passes with these sites, and edits of these, do that no kernel does"""
         self._seen: Counter[RecordedShape] = Counter()
         self._arena = torch.empty(0, dtype=torch.uint8)
+        self._weights = [*model.parameters(), *model.buffers()]
+        """held, since recordings have their addresses: a weight that somebody replaces is not freed under them"""
 
     def run(
         self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool, edits: EditTable | None = None
@@ -358,6 +373,8 @@ class RecordedPasses:
         if shape.rows > MAX_ROWS or (sites, exact, edited) in self.unrecordable:
             return None
         if shape not in self.recordings and self._seen[shape] + 1 < WORTH:
+            if len(self._seen) > MAX_SEEN:
+                self._seen.clear()
             self._seen[shape] += 1
             return None
         ops = CpuOps(batch, self.cache, self.products[exact], self.told)
@@ -392,7 +409,7 @@ class RecordedPasses:
         for each in inputs:
             _high(each)
         try:
-            with threads.written() as works, _Watch() as watch:
+            with threads.written() as works, _Watch() as watch, _Unread():
                 residual = self.model.run_blocks(inputs[0], batch.positions, ops, edited, 0, self.model.config.num_layers)
                 own = {Extent.of(x) for x in (inputs[0], *watch.made)}
                 values = {site: x if Extent(x.data_ptr(), x.nbytes) in own else x.clone() for site, x in tap.values.items()}

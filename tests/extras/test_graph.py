@@ -17,7 +17,7 @@ from replaylens import errors
 from replaylens.engine.display import stamp_of
 from replaylens.engine.engine import Engine
 from replaylens.engine.model.config import Latent, MixerConfig, ModelConfig
-from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.decoder import Block, Decoder
 from replaylens.engine.model.layers import Norm
 from replaylens.engine.model.ops import SequenceOps
 from replaylens.engine.request.edits import Edit
@@ -71,6 +71,26 @@ def worst_gap(graph: Graph, branch: Branch | None = None, made: Sequence[SparseF
         terms = branch.activations[site][node.position] * encoders[site].W_enc[:, node.number]  # type: ignore[union-attr]
         sizes[i] = max(float(sizes[i]), float(terms.double().abs().sum()))
     return float((graph.gaps.abs() / sizes).max())
+
+
+class Past(Block):
+    """Adds what enters it again: not what its first site gives, which is the same number unless it is edited."""
+
+    def write(self, x: Tensor, rotary: Any, ops: Any, tap: Any, rows: Any) -> Tensor:
+        return super().write(x, rotary, ops, tap, rows) + (x if rows is None else x[rows])
+
+
+class PastSites(Decoder):
+    block = Past
+
+
+def test_what_enters_past_the_first_site_is_refused() -> None:
+    """No node would have it: edges into features fell short of their pre-activations by 3 %."""
+    model = PastSites(random_model().config)
+    model.load_state_dict(random_model().state_dict())
+    subject, made = engine(model.requires_grad_(False)), random_transcoders(model.config.d_model, model.config.num_layers)
+    with pytest.raises(errors.NoGradient, match="past that site"):
+        rl.attribution_graph(subject, PATH, made, (4, 8))
 
 
 # ---- planted circuits

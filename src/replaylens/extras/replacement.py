@@ -91,6 +91,10 @@ class ReplacementModel(Held):
         head = next(step for step in reversed(recorder.steps) if step.kind == "unembed")
         self._starts = {layer: places[site] for layer, site in reads.items()} | {self.num_layers: head.reads[0]}
         self._readers = Counter(number for step in recorder.steps for number in step.reads)
+        first = next(i for i, step in enumerate(recorder.steps) if step.kind == "site" and step.site == ENTRY)
+        before = {number for step in recorder.steps[: first + 1] for number in step.reads}
+        if before & {number for step in recorder.steps[first + 1 :] for number in step.reads}:  # which no node would have
+            raise NoGradient(f"This model's wiring reads what enters {ENTRY} past that site, too. Read what the site gives.")
         self._known: dict[Any, Any] = {}
         """patterns, scales and weights by the steps that need them"""
         self._narrow: dict[int, tuple[slice, tuple[int, ...]]] = {}

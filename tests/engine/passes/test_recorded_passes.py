@@ -1,11 +1,14 @@
 """Recorded passes of a CPU have the bits of the passes that were recorded, whatever else runs, and say what they cannot do."""
 
 import ctypes
+import gc
 import mmap
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +16,8 @@ from torch import Tensor
 import replaylens as rl
 from replaylens.engine.engine import Engine
 from replaylens.engine.errors import InternalError, NonFinite
-from replaylens.engine.model.decoder import Decoder
+from replaylens.engine.model.config import ModelConfig
+from replaylens.engine.model.decoder import Block, Decoder
 from replaylens.engine.passes import recorded
 from replaylens.engine.passes.recorded import Extent, RecordedPasses
 from replaylens.kernels import cpu, cpu_experts, cpu_recurrent, threads
@@ -22,7 +26,7 @@ from tests.engine.reference import same_bits
 from tests.families import BOTH_NAMES, LATENT_NAMES, MORE, NAMES, hugging_face
 from tests.hostile import divide_everything
 from tests.mixtures import MIXTURES
-from tests.toy_model import random_model
+from tests.toy_model import SHAPE, random_model
 
 ENDLESS = rl.Sampling(ignore_eos=True)
 SITES = "STC"
@@ -108,6 +112,28 @@ def test_a_pass_that_is_no_list_of_kernels_is_run_as_ever(monkeypatch: pytest.Mo
     assert hooked.tokens != plain.tokens == pattern.tokens and recordings(engine).recordings
 
 
+@pytest.mark.parametrize("read", [Tensor.tolist, np.asarray], ids=["tolist", "asarray"])
+def test_a_wiring_that_computes_with_positions_in_python(
+    read: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The factors of the recorded pass would be in all later ones."""
+
+    class Scaled(Block):
+        def write(self, x: Tensor, rotary: Any, ops: Any, tap: Any, rows: Any) -> Tensor:
+            x = super().write(x, rotary, ops, tap, None)
+            x = torch.cat([x[i : i + 1] * (1.0 + float(p) % 3) for i, p in enumerate(read(rotary.positions))])
+            return x if rows is None else x[rows]
+
+    class Theirs(Decoder):
+        block = Scaled
+
+    model = Theirs(ModelConfig(**SHAPE)).initialize(0).requires_grad_(False)  # type: ignore[arg-type]
+    truth = unrecorded(model, monkeypatch)
+    engine = Engine(model)
+    assert differing(everything(engine), truth) == []
+    assert set(recordings(engine).unrecordable.values()) <= {"tolist", "__array__"} and not recordings(engine).recordings
+
+
 def test_a_heap_among_the_numbers_is_no_reason_to_record_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a Python that is not position-independent: its heap lies below the bits of floats. Mapped memory does not."""
     mapped = torch.frombuffer(mmap.mmap(-1, 4096), dtype=torch.uint8).data_ptr() - (1 << 40)
@@ -121,6 +147,20 @@ def test_a_heap_among_the_numbers_is_no_reason_to_record_nothing(monkeypatch: py
     control = Engine(model)
     everything(control)
     assert set(recordings(control).unrecordable.values()) == {"Addresses that could be numbers."}
+
+
+def test_a_weight_that_is_replaced_is_not_freed_under_recordings() -> None:
+    model = random_model(vocab_size=50)
+    engine, gone = Engine(model), list[str]()
+    everything(engine)
+    assert recordings(engine).recordings
+    weakref.finalize(model.blocks[0].ln1.weight, gone.append, "freed")
+    model.blocks[0].ln1.weight = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    gc.collect()
+    assert gone == []
+    del engine
+    gc.collect()
+    assert gone == ["freed"]
 
 
 def test_values_live_on_after_later_passes(monkeypatch: pytest.MonkeyPatch) -> None:
