@@ -246,7 +246,7 @@ def grouped(rows: ProbeRows, column: str) -> ProbeRows:
     values = rows.frame[column]
     known = zip(values, values.notna(), rows.roots, strict=True)
     keys = np.array([f"value:{value}" if there else f"root:{root}" for value, there, root in known], dtype=str)
-    names = dict(zip(rows.roots, groups_of(rows, keys), strict=True))
+    names = dict(zip(rows.roots, groups_of(rows, keys, rows.roots), strict=True))
     return replace(_renamed(rows, names), wider=None if rows.wider is None else _renamed(rows.wider, names))
 
 

@@ -486,3 +486,9 @@ def test_logits_are_split_whole_or_not_at_all(kind: type[Decoder]) -> None:
     else:
         logits = engine.prompt(PATH).logits()
         assert abs(found.parts[-1].value) < 1e-4 and found.total == pytest.approx(float(logits[PAIR[0]] - logits[PAIR[1]]))
+
+
+@pytest.mark.parametrize("given", [[0, 1, 1], (0.0, 1, 1), ("0", "1", "1"), (0, 2, 2), (0, 1, -1), (0, 1)])
+def test_what_is_no_list_of_holders_is_named(given: Any) -> None:
+    with pytest.raises(BadConfig, match="weights_of"):
+        replace(CONFIG, num_layers=3, weights_of=given)

@@ -216,7 +216,9 @@ def test_an_alarm_is_one_of_a_whole_text(tmp_path: Path) -> None:
     assert 0.035 < means < 0.065 and held > 0.85
     assert str(alarm).endswith("as in 5.0 % of texts without cause [1.7, 10.0], by 99 held out")
     y = np.arange(40) % 2
-    plain = fit_probe(ProbeRows.of_arrays(random.normal(size=(40, 4)) + 4 * y[:, None], y, np.arange(40)), "label", site="X")
+    plain = fit_probe(
+        ProbeRows.of_arrays(random.normal(size=(40, 4)) + 4 * y[:, None], y, np.arange(40)), "label", site="X", position="all"
+    )
     for each in (plain, replace(plain, alarm=alarm)):
         assert LinearProbe.load(each.save(tmp_path / "probe")).alarm == each.alarm, "a saved probe has its alarm"
     shifted = [each + 1.0 for each in texts(random, 20)]
@@ -249,3 +251,19 @@ def test_a_sink_does_not_flatten_the_picture() -> None:
     assert -2 < low < high < 2
     low, high = TokenScores("face", ("a", "b"), [list("wxyz")], [scores.clip(max=3)]).plot().axes[0].get_ylim()
     assert high > 3, "negative control: a first token like others is drawn"
+
+
+def test_groups_that_are_given_are_all_that_there_are() -> None:
+    """Every beginning with every ending: by beginning and ending, all texts would be one group. Control: by default they are
+    grouped by their beginnings."""
+    begins, ends, each = 6, 6, 4
+    begin, end = np.repeat(np.arange(begins), ends), np.tile(np.arange(ends), begins)
+    tokens = np.stack([np.full(36, 1), 10 + begin, 20 + begin, 30 + end], 1).ravel()
+    X = np.random.default_rng(0).normal(size=(len(tokens), 3))
+    rows = ProbeRows.of_arrays(
+        X, {"late": np.repeat(end % 2, each), "ending": np.repeat(end, each)}, np.repeat(np.arange(36), each),
+        tokens=tokens, positions=np.tile(np.arange(each), 36),
+    )  # fmt: skip
+    for groups, wanted in (("ending", ends), (None, begins)):
+        report = sweep(rows, "late", positions="last", controls=False, permutations=0, folds=2, groups=groups)
+        assert report.lines[0]["groups"] == wanted, groups
