@@ -65,7 +65,6 @@ REASONS = {
     "engine.request.capture.RowBlock": "a protocol",
     "engine.request.placed": IN_A_PASS,
     "engine.request.positions.Position": "integers and texts",
-    "engine.records.Fingerprint.other_kind": "compares",
     "engine.request.sampling.Sampling.bare": "compares",
     "engine.request.sampling.Sampling.plain_greedy": "compares",
     "engine.request.scores": IN_A_PASS,
@@ -329,6 +328,7 @@ def test_no_result_depends_on_one_of_the_modes(name: str, mode: str) -> None:
 
 
 UNCALLED = {
+    "engine.records.Fingerprint.other_kind": "compares; two kinds of GPUs are not here",
     **dict.fromkeys([f"tasks.task.Task.{name}" for name in ("answers", "scene", "vocabulary", "write")], "abstract: texts"),
     "tasks.task.Task.next_action_chance": "abstract; see `test_probabilities_of_tasks_do_not_depend_on_the_rounding`",
     "engine.serving.branch.Branch.record": "hands over a field",

@@ -263,6 +263,8 @@ class WorkList:
             raise NotImplementedError("Addresses that could be numbers.")
         self._patches = [_patch(self.given, each) for each in bases]
         self._latest: list[int | None] = [None] * len(bases)
+        self.weights: list[Tensor] = []
+        """held, since works have their addresses: a weight that somebody replaces is not freed under them"""
         self._table: tuple[int, Ints] = 0, self.given
 
     def _left(
@@ -358,8 +360,6 @@ class RecordedPasses:
         """what passes with these sites, and edits of these, do that no kernel does"""
         self._seen: Counter[RecordedShape] = Counter()
         self._arena = torch.empty(0, dtype=torch.uint8)
-        self._weights = [*model.parameters(), *model.buffers()]
-        """held, since recordings have their addresses: a weight that somebody replaces is not freed under them"""
 
     def run(
         self, x: Tensor, batch: Batch, sites: frozenset[str], exact: bool, edits: EditTable | None = None
@@ -414,6 +414,7 @@ class RecordedPasses:
                 own = {Extent.of(x) for x in (inputs[0], *watch.made)}
                 values = {site: x if Extent(x.data_ptr(), x.nbytes) in own else x.clone() for site, x in tap.values.items()}
             recording = WorkList(works, inputs, watch.made, residual, values)
+            recording.weights = [x for module in self.model.modules() for x in module._parameters.values() if x is not None]
         except NotImplementedError as error:
             self.unrecordable[shape.sites, shape.exact, shape.edited] = str(error)
             return None
