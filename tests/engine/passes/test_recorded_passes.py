@@ -5,7 +5,6 @@ import gc
 import mmap
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -359,8 +358,11 @@ def test_a_piece_of_work_that_is_left_out_is_seen(name: str, task: Any, monkeypa
     truth = plain_chunks(model, monkeypatch)
     monkeypatch.setattr(recorded.threads, "run_list", without_last)
     monkeypatch.setattr(recorded, "InternalError", Noticed)
-    with suppress(Noticed), threads.within(3):
-        noticed += differing(beyond_a_chunk(Engine.load(model)), truth)
+    try:
+        with threads.within(3):
+            noticed += differing(beyond_a_chunk(Engine.load(model)), truth)
+    except (Noticed, NonFinite) as error:  # what is left out is whatever the memory held, NaN for instance
+        noticed.append(str(error))
     assert noticed
 
 
